@@ -172,7 +172,7 @@ def choice(name: str, value: object, choices: Collection[str]) -> str:
 
 
 def namespace(name: str, value: object) -> str | bytes | None:
-    """Return ``value``, an ``extra_key``: text, bytes or None.
+    """Return ``value``, a ``namespace``: text, bytes or None.
 
     Raises:
         ConfigError: it is anything else, or text that cannot be encoded as UTF-8.

@@ -448,7 +448,7 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
     write_back_watermark: Annotated[Share, Meta(description=(
         "Share of the smaller of device and host that the device keeps free or saved in advance."))] = 0.1
     kept_fraction: Annotated[Share, Meta(description="Share of the device's pages that `keep()` may pin.")] = 0.25
-    close_deadline: Annotated[Positive, Meta(description=(
+    close_timeout: Annotated[Positive, Meta(description=(
         "Seconds that closing waits for pages that are still to be saved."))] = 30.0
     freeze_gc: Annotated[bool, Meta(description=(
         "Whether the garbage collector is told to leave out the tree as it grows."))] = False

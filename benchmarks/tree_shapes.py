@@ -201,7 +201,7 @@ class Calls:
         assert isinstance(begun, PrefetchBegun)
         self.perform(begun.plan)
         self.perform(self.slices("prefetch", lambda: self.core.prefetch_take_full(begun.op, pages)).plan)
-        self.perform(self.call("prefetch", lambda: self.core.prefetch_revoke(begun.op)))
+        self.perform(self.call("prefetch", lambda: self.core.prefetch_release(begun.op)))
 
 
 def stale(leaves: int, pages: int) -> Calls:

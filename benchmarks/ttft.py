@@ -146,7 +146,7 @@ class Bench:
         async with AsyncCache(self._config()) as cache:
             model = PagedModel(self._model, self._layout, cache.pools)
             async with Scheduler(cache, model, SchedulerConfig(step_tokens=CHUNK)) as scheduler:
-                await scheduler.submit(Request(self._tokens(PAGE), Limits(max_new_tokens=1), extra_key="warm")).done()
+                await scheduler.submit(Request(self._tokens(PAGE), Limits(max_new_tokens=1), namespace="warm")).done()
                 yield Served(cache, scheduler)
 
     # measuring
@@ -179,8 +179,8 @@ class Bench:
             took("L2", await self._first_token(served, (0, shared, 0)))
             took("miss", await self._first_token(served, (0, 0, 0), unknown))
 
-    async def _first_token(self, served: Served, expected: tuple[int, int, int], extra_key: str | None = None) -> float:
-        request = Request(self._prompt(), Limits(max_new_tokens=1), extra_key=extra_key)
+    async def _first_token(self, served: Served, expected: tuple[int, int, int], namespace: str | None = None) -> float:
+        request = Request(self._prompt(), Limits(max_new_tokens=1), namespace=namespace)
         start = time.perf_counter()
         await served.scheduler.submit(request).next_token(0)
         seconds = time.perf_counter() - start
@@ -192,7 +192,7 @@ class Bench:
     async def _empty_device(self, cache: AsyncCache) -> None:
         """Evict everything from the device, by taking every page for a moment."""
         pages = cache.statistics().device["full"].capacity
-        async with cache.lease([0], new_tokens=pages * PAGE - 1, extra_key="filler"):
+        async with cache.lease([0], new_tokens=pages * PAGE - 1, namespace="filler"):
             pass
 
     @torch.inference_mode()

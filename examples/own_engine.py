@@ -65,10 +65,10 @@ class OwnEngine:
     async def generate(self, prompt: list[int], count: int, tenant: str | None = None) -> tuple[list[int], int]:
         """Generate ``count`` tokens. Returns them, and how many of the prompt's tokens came from the cache. Cancelling
         gives all pages back."""
-        handle = self._cache.prefetch(prompt, extra_key=tenant)  # from storage, as soon as the request arrives
+        handle = self._cache.prefetch(prompt, namespace=tenant)  # from storage, as soon as the request arrives
         attempts = 3
         while True:
-            lease = self._cache.lease(prompt, new_tokens=count, extra_key=tenant, prefetch=handle)
+            lease = self._cache.lease(prompt, new_tokens=count, namespace=tenant, prefetch=handle)
             try:
                 async with lease:  # takes all pages that the request will need, or waits in line for them
                     await lease.loaded()  # what is cached is on the device

@@ -234,16 +234,16 @@ _U64 = np.uint64
 _A, _B, _C = _U64(0x9E3779B97F4A7C15), _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB133111EB)
 
 
-def page_values(tokens: Tokens, page_size: int, extra_key: str | None = None) -> Values:
-    """The value of each whole page of ``tokens``, in the namespace ``extra_key``."""
+def page_values(tokens: Tokens, page_size: int, namespace: str | None = None) -> Values:
+    """The value of each whole page of ``tokens``, in ``namespace``."""
     pages = len(tokens) // page_size
     words = tokens[: pages * page_size].astype(_U64)
     words += np.arange(1, len(words) + 1, dtype=_U64) * _A
     words ^= words >> _U64(31)
     words *= _B
     sums: Values = words.reshape(pages, page_size).sum(axis=1, dtype=_U64).cumsum(dtype=_U64)
-    if extra_key is not None:
-        sums += _U64(int.from_bytes(hashlib.blake2b(extra_key.encode(), digest_size=8).digest(), "little"))
+    if namespace is not None:
+        sums += _U64(int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8).digest(), "little"))
     sums ^= sums >> _U64(29)
     sums *= _C
     sums ^= sums >> _U64(32)

@@ -27,7 +27,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     url: Annotated[str, option("URL", "where the cache is served, such as http://127.0.0.1:9090", argument=True)]
     tokens: Annotated[str, option("LIST|@FILE", "the prompt's token ids, separated by commas or blanks; or @ and a "
                                                 "file that has them")]
-    extra_key: Annotated[str | None, option("TEXT", "the namespace (default: the one without a name)")] = None
+    namespace: Annotated[str | None, option("TEXT", "the namespace (default: the one without a name)")] = None
     json: AsJson = False
 
 
@@ -39,7 +39,7 @@ def execute(options: Options) -> int:
     """
     from asynccache.runtime.explain import describe
 
-    answer = ask(options.url, tokens(options.tokens), options.extra_key)
+    answer = ask(options.url, tokens(options.tokens), options.namespace)
     print(json.dumps(answer, indent=2) if options.json else "\n".join(describe(answer)))
     return 0
 
@@ -63,8 +63,8 @@ def tokens(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
-    """The answer of the cache that is served at ``url``, about the tokens ``prompt`` in the namespace ``extra_key``.
+def ask(url: str, prompt: list[int], namespace: str | None) -> dict[str, Any]:
+    """The answer of the cache that is served at ``url``, about the tokens ``prompt`` in ``namespace``.
 
     Raises:
         ConfigError: nothing answers at ``url``, or the answer is not that of a cache, or the cache refuses the
@@ -73,7 +73,7 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
     address = url if "://" in url else f"http://{url}"
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
-    body = json.dumps({"tokens": prompt, "extra_key": extra_key}).encode()
+    body = json.dumps({"tokens": prompt, "namespace": namespace}).encode()
     try:
         with urllib.request.urlopen(f"{address.rstrip('/')}/explain", body, timeout=TIMEOUT) as answer:
             found = json.load(answer)

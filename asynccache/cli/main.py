@@ -8,6 +8,7 @@ interrupts it as well, and ``entry`` turns that status into 143.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments) < len(given):
         os.environ["ASYNCCACHE_DEBUG"] = "1"
     debug = debugging()
+    logging.getLogger("asynccache").addHandler(logging.NullHandler())  # reports say what the log would
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed: what is written to it is discarded
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives

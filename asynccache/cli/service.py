@@ -76,11 +76,11 @@ class Server:
         def made() -> Text:
             prompt, output = request.prompt(), request.output()[: self._settings.decode_tokens]
             tokens = np.concatenate([prompt, output])
-            return Text(tokens, page_values(tokens, self._settings.page_size, request.extra_key), len(prompt))
+            return Text(tokens, page_values(tokens, self._settings.page_size, request.namespace), len(prompt))
 
         def prefetch() -> PrefetchHandle | None:
             return None if self._settings.storage is None else self._cache.prefetch(
-                text.tokens[: text.prompt], extra_key=request.extra_key)
+                text.tokens[: text.prompt], namespace=request.namespace)
 
         long = request.length >= _LONG
         text = await asyncio.get_running_loop().run_in_executor(None, made) if long else made()
@@ -110,7 +110,7 @@ class Server:
         settings, tally, decode, began = self._settings, self._tally, len(text.tokens) - text.prompt, time.monotonic()
         async with self._cache.lease(
             text.tokens[: text.prompt], new_tokens=decode // 2 if request.number % 3 == 0 else decode,
-            extra_key=request.extra_key, prefetch=handle, shared_tokens=request.shared_tokens,
+            namespace=request.namespace, prefetch=handle, shared_tokens=request.shared_tokens,
         ) as lease:  # fmt: skip
             work = _Leased(settings, self._engine, request, text, lease)
             try:
@@ -188,7 +188,7 @@ class _Leased:
 
     async def _compute(self, pieces: Sequence[PageRun]) -> object:
         """Fill these pages. Every other request acts like an engine with a stream, and goes on while its work is
-        queued; if that fails, the pages hold wrong bytes. Returns what ``commit`` takes as ``ready``: an event or batch
+        queued; if that fails, the pages hold wrong bytes. Returns what ``commit`` takes as ``after``: an event or batch
         number if the pages are still being filled, None if they are filled. Cancelling is as for ``verified``."""
         if any(len(piece.ids) for piece in pieces):
             self.latest, verdict = self._engine.begin(pieces, verifies=False)

@@ -53,7 +53,7 @@ class RunRequest(NamedTuple):
     prompt, output: make the tokens when they are called, because the tokens of a whole trace do not fit in memory.
     at: when the request arrives, in seconds after the start of the run; used by replays with ``--speed``.
     ended: True if the release tells the cache that this conversation will not go on.
-    extra_key: the namespace of the prompt.
+    namespace: the namespace of the prompt.
     shared_blocks: full blocks of the prompt that earlier prompts of the trace have as well.
     shared_tokens: the lease tells the cache that other conversations share so many tokens of the prompt; None: the
         lease does not say.
@@ -68,7 +68,7 @@ class RunRequest(NamedTuple):
     output: Callable[[], Tokens]
     at: float = 0.0
     ended: bool = False
-    extra_key: str | None = None
+    namespace: str | None = None
     shared_blocks: int = 0
     shared_tokens: int | None = None
     time: float | None = None
@@ -369,7 +369,7 @@ class _Conversation(NamedTuple):
     """An open conversation. ``hinted``: its last request tells the cache that it is the last."""
 
     turns: Iterator[Turn]
-    extra_key: str | None
+    namespace: str | None
     hinted: bool
 
 
@@ -413,7 +413,7 @@ class StressSource:
         return RunRequest(
             number=number, length=len(turn.prompt), output_length=len(turn.output),
             prompt=lambda: turn.prompt, output=lambda: turn.output,
-            at=self._at, ended=turn.last and conversation.hinted, extra_key=conversation.extra_key,
+            at=self._at, ended=turn.last and conversation.hinted, namespace=conversation.namespace,
         )  # fmt: skip
 
     def done(self, request: RunRequest) -> None:

@@ -1,4 +1,4 @@
-"""The sizes of tokens and hashes, and ``Adapter``: the ``extra_key`` of a LoRA adapter.
+"""The sizes of tokens and hashes, and ``Adapter``: the ``namespace`` of a LoRA adapter.
 
 A key is a run of tokens in one ``bytes``: each token is a little-endian int32.
 """
@@ -14,7 +14,7 @@ HASH_BYTES: Final = 32
 
 
 class Adapter(str):
-    """The ``extra_key`` of a LoRA adapter: a str like any other, which also has the name and number under which KV
+    """The ``namespace`` of a LoRA adapter: a str like any other, which also has the name and number under which KV
     events tell of the adapter.
 
     ``lora_name`` is the key itself, unless another name is given. ``lora_id`` is the adapter's number, or None. Only

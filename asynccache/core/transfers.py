@@ -45,8 +45,7 @@ from asynccache.core.plan import (
 )
 from asynccache.core.room import FREE, OPEN, SHORT, SLICE, UNSAVED, Cost, Room, RoomMaker
 from asynccache.core.settings import Access
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, PRESENT, Node
 from asynccache.core.world import LATE, Walk, World
 from asynccache.errors import InvariantViolation
 

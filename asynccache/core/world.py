@@ -22,14 +22,26 @@ from typing import Final
 
 from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
-from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, Ledger, Operation, SlotPool
 from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium, Plan, Publish, Status
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
-from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
-from asynccache.core.tree import Node, Root, cut, cut_off, link, unlink, walk
+from asynccache.core.tree import (
+    ABSENT,
+    LEAVING,
+    MAY,
+    PRESENT,
+    Ghosts,
+    Node,
+    Root,
+    cut,
+    cut_off,
+    illegal,
+    link,
+    unlink,
+    walk,
+)
 from asynccache.errors import InvariantViolation
 
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
@@ -311,7 +323,7 @@ class World:
 
     # eviction orders
 
-    def late(self, node: Node, place: int) -> int:
+    def eviction_order(self, node: Node, place: int) -> int:
         """Return the order in which this cell waits to be evicted. It is EARLY on the device for what was condemned,
         and on the host for a copy of what stays on the device; else LATE."""
         count = self.count
@@ -332,16 +344,16 @@ class World:
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and waits in none yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
-            self.queue(node, place, self.late(node, place)).put(node.stamp[place % self.count], node)
+            self.queue(node, place, self.eviction_order(node, place)).put(node.stamp[place % self.count], node)
         if node.root.dead and not place % self.count and self.is_candidate(node, place):
             self.loose.append(node)
 
-    def queue(self, node: Node, place: int, late: int) -> Queue:
-        """Return the queue in which this cell waits, or would wait, in the order ``late`` of its place."""
-        order, c = self.shelves[place].orders[late], place % self.count
-        rest = order.rest
+    def queue(self, node: Node, place: int, order: int) -> Queue:
+        """Return the queue in which this cell waits, or would wait, in ``order``, EARLY or LATE, of its place."""
+        queues, c = self.shelves[place].orders[order], place % self.count
+        rest = queues.rest
         if not rest or node.stamp[c] < 0:
-            return order.first
+            return queues.first
         return rest[self.policy.queue(node, c)] if len(rest) > 1 else rest[0]
 
     def reorder(self, node: Node, place: int) -> None:

@@ -116,7 +116,7 @@ class Announcer:
         size = self._cache.page_size
         parent = event.hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else event.parent
         tokens = array("i", event.tokens[start * size * TOKEN_BYTES : stop * size * TOKEN_BYTES])
-        extra = self._cache.extra_key_of(event.space)
+        extra = self._cache.namespace_of(event.space)
         return BlockStored(
             block_hashes=block_hashes(event.hashes[start * HASH_BYTES : stop * HASH_BYTES]),
             parent_block_hash=block_hash(parent) if parent else None,
@@ -127,10 +127,10 @@ class Announcer:
         )  # fmt: skip
 
 
-def _block_key(extra_key: str | bytes) -> tuple[str, ...]:
+def _block_key(namespace: str | bytes) -> tuple[str, ...]:
     """Return the ``extra_keys`` of one block, by which it differs from blocks with the same tokens: the adapter's name
     first, as routers expect it, then the key itself (in hex if it is bytes)."""
-    if isinstance(extra_key, bytes):
-        return (extra_key.hex(),)
-    key = str(extra_key)
-    return (extra_key.lora_name, key) if isinstance(extra_key, Adapter) and extra_key.lora_name != key else (key,)
+    if isinstance(namespace, bytes):
+        return (namespace.hex(),)
+    key = str(namespace)
+    return (namespace.lora_name, key) if isinstance(namespace, Adapter) and namespace.lora_name != key else (key,)

@@ -13,12 +13,12 @@ class Opened(NamedTuple):
     """A cache was opened and is empty.
 
     ``page_size`` is in tokens. ``key_of`` returns the storage key of the FULL page with a given page hash; it is None
-    if there is no storage. ``extra_key_of`` returns the ``extra_key`` of the namespace with a given digest.
+    if there is no storage. ``namespace_of`` returns the ``namespace`` with a given digest.
     """
 
     page_size: int
     key_of: Callable[[bytes], bytes] | None
-    extra_key_of: Callable[[bytes], str | bytes | None]
+    namespace_of: Callable[[bytes], str | bytes | None]
 
 
 class StorageReport(NamedTuple):

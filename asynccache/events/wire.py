@@ -18,7 +18,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
     ``parent_block_hash``: the block before the first of them, or None. ``token_ids``: the tokens of all of them.
     ``extra_keys``: for each block the texts that distinguish it from blocks with the same tokens: the name of its
-    adapter, if it has one, and its ``extra_key`` (in hex if that is bytes).
+    adapter, if it has one, and its ``namespace`` (in hex if that is bytes).
     """
 
     block_hashes: list[int]

@@ -3,7 +3,7 @@
     GET  /metrics      metrics for Prometheus, if prometheus-client is installed
     GET  /healthz      200 while the cache takes requests; else 503 with the reason
     GET  /statistics   all counters, as JSON
-    POST /explain      {"tokens": [...], "extra_key": null}; for short prompts also GET /explain?tokens=1,2,3
+    POST /explain      {"tokens": [...], "namespace": null}; for short prompts also GET /explain?tokens=1,2,3
 
 HEAD is answered as GET is. Errors are JSON: ``{"error": "..."}``. Nothing here asks who calls: serve it where only
 your own machines can reach it.
@@ -43,7 +43,7 @@ class ExplainRequest(msgspec.Struct):
     """The question that is sent to ``/explain``."""
 
     tokens: list[int]
-    extra_key: str | None = None
+    namespace: str | None = None
 
 
 class HttpError(Exception):
@@ -100,7 +100,7 @@ class MetricsApp:
                 return _JSON, _json(plain(self._cache.statistics()))
             case "/explain":
                 asked = await _in_body(receive) if posted else _in_query(scope["query_string"])
-                return _JSON, _json((await self._cache.explain(asked.tokens, asked.extra_key)).plain())
+                return _JSON, _json((await self._cache.explain(asked.tokens, asked.namespace)).plain())
         raise HttpError(HTTPStatus.NOT_FOUND, "there are /metrics, /healthz, /statistics and /explain")
 
     def _metrics(self) -> tuple[str, bytes]:
@@ -149,7 +149,7 @@ async def _in_body(receive: Receive) -> ExplainRequest:
     try:
         return msgspec.json.decode(body, type=ExplainRequest)
     except (ValueError, RecursionError) as error:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f'{error}; send {{"tokens": [...], "extra_key": null}}') from None
+        raise HttpError(HTTPStatus.BAD_REQUEST, f'{error}; send {{"tokens": [...], "namespace": null}}') from None
 
 
 def _in_query(query: bytes) -> ExplainRequest:
@@ -158,7 +158,7 @@ def _in_query(query: bytes) -> ExplainRequest:
         tokens = [int(token) for token in ",".join(fields.get("tokens", [])).split(",") if token]
     except ValueError as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"tokens: {error}") from None
-    return ExplainRequest(tokens, fields.get("extra_key", [None])[0])
+    return ExplainRequest(tokens, fields.get("namespace", [None])[0])
 
 
 def _status_of(error: Exception) -> HTTPStatus:

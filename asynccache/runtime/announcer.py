@@ -1,4 +1,5 @@
-"""The queue of KV events that ``on_event`` is called with, and those events that are not the core's.
+"""What a cache tells its embedder: the queue of KV events that ``on_event`` is called with, those events that are not
+the core's, and spans of tracing.
 
 The core tells which pages came and went. ``Announcer`` adds that a cache begins and which keys its stores hold, and
 hands all of it to the subscriber: in order, and not within a call of the core.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from typing import Any
 
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
@@ -23,6 +26,14 @@ from asynccache.worker.local import LocalWorker
 
 NAMES = 1 << 15
 _SLICE = 4096
+
+StartSpan = Callable[..., AbstractContextManager[Any]]
+"""Called with a name and ``attributes=``; the context manager lasts as long as the span."""
+
+
+def no_span(name: str, attributes: object = None) -> AbstractContextManager[None]:
+    """A ``StartSpan`` for a cache that is not traced."""
+    return nullcontext()
 
 
 class Announcer:
@@ -42,7 +53,7 @@ class Announcer:
         self._worker = worker
         self._key_of = worker.key_of if worker.takes_stores else None
         self._keys: dict[int, set[bytes]] = {}
-        self.put(Opened(page_size, self._key_of, self.extra_key_of))
+        self.put(Opened(page_size, self._key_of, self.namespace_of))
 
     def __repr__(self) -> str:
         return f"Announcer({len(self._keys)} stores)"
@@ -58,16 +69,16 @@ class Announcer:
         for notice in self._inbox.take():
             self._on_event(notice)
 
-    def name(self, space: bytes, extra_key: str | bytes) -> None:
-        """Note that the namespace ``space`` is called ``extra_key``. A namespace that is known as an adapter's keeps
+    def name(self, space: bytes, namespace: str | bytes) -> None:
+        """Note that the namespace ``space`` is called ``namespace``. A namespace that is known as an adapter's keeps
         that name."""
-        known = None if isinstance(extra_key, Adapter) else self.extra_key_of(space)
-        self._named[space] = extra_key if known is None else known
+        known = None if isinstance(namespace, Adapter) else self.namespace_of(space)
+        self._named[space] = namespace if known is None else known
         if len(self._named) >= NAMES:
             before = {space: name for space, name in self._named_before.items() if space in self._alive}
             self._named_before, self._named = before | self._named, {}
 
-    def extra_key_of(self, space: bytes) -> str | bytes | None:
+    def namespace_of(self, space: bytes) -> str | bytes | None:
         """Return the name of the namespace ``space``; None if it has no name, or is forgotten."""
         known = self._named.get(space)
         return self._named_before.get(space) if known is None else known

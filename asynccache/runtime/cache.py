@@ -18,6 +18,7 @@ from asynccache.config import POOL_NAME, CacheConfig, wasted
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
+from asynccache.runtime.announcer import StartSpan, no_span
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.explain import Explained, explain
 from asynccache.runtime.forget import forget, forget_all
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from asynccache.worker.local import BlockTable, DevicePool, LocalWorker
     from asynccache.worker.rank_worker import RankWorker
 
-ExtraKey = str | bytes | None
+Namespace = str | bytes | None
 
 MOST_PAYLOAD = 8 << 20
 """The most bytes that a batch's payload may have."""
@@ -109,6 +110,12 @@ class AsyncCache:
     part on each rank, events are the numbers of batches (``send_batch``), stores are URLs, and ``device`` is for the
     head's own rank. ``on_event`` is called in the loop with everything that ``asynccache.events`` publishes, in order;
     it must be quick.
+
+    ``span``: starts a span of tracing, as OpenTelemetry's ``tracer.start_as_current_span`` does: called with a name and
+    ``attributes=``, it returns a context manager. There is a span for each lease that is not granted at once
+    (``asynccache.lease``), each wait for a lease's loads (``asynccache.load``), each prefetch (``asynccache.prefetch``)
+    and each call that writes to stores (``asynccache.backup_storage``). Spans of a request's own calls are children of
+    the span in which they are made. ``span`` must not raise.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class AsyncCache:
         storage: Storage | None = None,
         workers: Workers | None = None,
         on_event: OnEvent | None = None,
+        span: StartSpan | None = None,
     ) -> None:
         self.config = checks.instance("config", config, CacheConfig)
         if device is not None:
@@ -127,6 +135,8 @@ class AsyncCache:
             check_storage("storage", storage)
         if on_event is not None:
             checks.function("on_event", on_event)
+        if span is not None:
+            checks.function("span", span)
         if workers is not None:
             checks.instance("workers", workers, Workers)
         self._workers = workers
@@ -137,6 +147,7 @@ class AsyncCache:
         locate = () if workers is None else (workers.locate,)
         self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
+        self._span = no_span if span is None else span
         self._worker: LocalWorker | None = None
         self._head: Head | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -207,7 +218,7 @@ class AsyncCache:
 
             worker = await open_group(self.config, self._given, self._workers)
         self._worker = worker
-        self._head = head = Head(self.config, worker, self._on_event)
+        self._head = head = Head(self.config, worker, self._on_event, self._span)
         await head.start()
         stores = head.worker.store_statistics()[1]
         found = (f"{name} ({stats['pages']:,} pages)" if "pages" in stats else name for name, stats in stores.items())
@@ -225,24 +236,24 @@ class AsyncCache:
             return
         raise self._opened().driver.closed_error()
 
-    async def aclose(self, deadline: float | None = None) -> CloseReport:
+    async def aclose(self, timeout: float | None = None) -> CloseReport:
         """Refuse new requests, save what is not saved yet, and stop. It may be called from any task and any number of
         times, also at the same time: all calls return the same report, or raise the same error. A call that comes while
         the cache is being opened ends the opening.
 
-        ``deadline``: seconds that saving may take; if not given, the configuration's ``close_deadline``. With 0 or less
-        nothing that is to be saved is waited for. Copies on a device that outlives the cache are waited for until the
-        deadline, too, and for a second at least. Of several calls, the deadline that is over first counts. Cancelling
+        ``timeout``: seconds that saving may take; if not given, the configuration's ``close_timeout``. With 0 or less
+        nothing that is to be saved is waited for. Copies on a device that outlives the cache are waited for as
+        long, and for a second at least. Of several calls, the ``timeout`` that is over first counts. Cancelling
         it stops the waiting; closing goes on.
 
         Raises:
-            ConfigError: ``deadline`` is no number of seconds; the cache stays open.
+            ConfigError: ``timeout`` is no number of seconds; the cache stays open.
             BackendError: a store could not close cleanly, or a rank was lost while it closed; all the rest is closed.
-                Or a store had not let go of the host's memory three seconds after the deadline: that memory is left
+                Or a store had not let go of the host's memory three seconds later: that memory is left
                 behind, and a task closes it if the store lets go after all. The process can end all the same.
         """
-        if deadline is not None:
-            deadline = checks.number("deadline", deadline)
+        if timeout is not None:
+            timeout = checks.number("timeout", timeout)
         opening = self._opening
         if opening is not None and not opening.done():
             if asyncio.get_running_loop() is not opening.get_loop():
@@ -255,10 +266,10 @@ class AsyncCache:
             return CloseReport()
         head.driver.check_thread()
         if self._closer is None:
-            self._limit = SavingLimit(self.config.close_deadline if deadline is None else deadline)
-        elif deadline is not None:
-            self._limit.shorten(deadline)
-        if self._closer is None or deadline is not None:
+            self._limit = SavingLimit(self.config.close_timeout if timeout is None else timeout)
+        elif timeout is not None:
+            self._limit.shorten(timeout)
+        if self._closer is None or timeout is not None:
             head.worker.close_by(self._limit.left())
         while True:
             closer = self._closer
@@ -282,22 +293,22 @@ class AsyncCache:
 
     # requests
 
-    def match(self, tokens: Tokens, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Match]:
+    def match(self, tokens: Tokens, namespace: Namespace = None) -> Coroutine[Any, Any, Match]:
         """Return how far ``tokens`` are cached on device and host. To be awaited. Nothing is pinned or loaded;
         cancelling it does nothing.
 
         Raises:
             ConfigError: the tokens are unusable.
         """
-        return self._match(as_key(tokens), extra_key)
+        return self._match(as_key(tokens), namespace)
 
-    async def _match(self, key: bytes, extra_key: ExtraKey) -> Match:
+    async def _match(self, key: bytes, namespace: Namespace) -> Match:
         head = self._ready()
         async with holding(head.driver.lock):
             head.driver.apply_outcomes()
-            return head.driver.unlocked(head.core.match, head.namespaces.space(extra_key), key)
+            return head.driver.unlocked(head.core.match, head.namespaces.space(namespace), key)
 
-    def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
+    def prefetch(self, tokens: Tokens, namespace: Namespace = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for one lease
         of the same tokens. If ``tokens`` are whole pages, the last one is left out where there are windows or states.
         Call it when a request arrives.
@@ -310,17 +321,17 @@ class AsyncCache:
             ConfigError: the tokens are unusable.
         """
         head, key = self._ready(), as_key(tokens)
-        prefetch = head.prefetches.begin(head.namespaces.space(extra_key), key)
+        prefetch = head.prefetches.begin(head.namespaces.space(namespace), key)
         if prefetch.done():
             prefetch.claim()
-        return PrefetchHandle(prefetch, key, extra_key)
+        return PrefetchHandle(prefetch, key, namespace)
 
     def lease(
         self,
         tokens: Tokens,
         *,
         new_tokens: int = 0,
-        extra_key: ExtraKey = None,
+        namespace: Namespace = None,
         prefetch: PrefetchHandle | None = None,
         wait: bool = True,
         timeout: float | None = None,
@@ -356,12 +367,12 @@ class AsyncCache:
         wait = checks.flag("wait", wait)
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
-        ask = ask_for(head, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
-        handle = None if prefetch is None else head.prefetches.of(prefetch, ask.key, extra_key)
+        ask = ask_for(head, tokens, new_tokens, namespace, states, chunk, swa_chunk, shorter, shared_tokens)
+        handle = None if prefetch is None else head.prefetches.of(prefetch, ask.key, namespace)
         caller = sys._getframe(1)
-        return Lease(head, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
+        return Lease(head, ask, namespace, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
-    def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Kept]:
+    def keep(self, tokens: Tokens, ttl: float = 60.0, namespace: Namespace = None) -> Coroutine[Any, Any, Kept]:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. To be awaited.
         Returns a ``Kept``, whose ``tokens`` says how many are pinned. Never waits for pages. Cancelling it keeps
         nothing.
@@ -369,19 +380,19 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable, or ``ttl`` is no number of seconds above 0.
         """
-        return self._keep(as_key(tokens), checks.number("ttl", ttl, above=0), extra_key)
+        return self._keep(as_key(tokens), checks.number("ttl", ttl, above=0), namespace)
 
-    async def _keep(self, key: bytes, ttl: float, extra_key: ExtraKey) -> Kept:
+    async def _keep(self, key: bytes, ttl: float, namespace: Namespace) -> Kept:
         head = self._ready()
         full = head.core.config.components[0]
         cap = int(full.device * self.config.kept_fraction) * self.config.page_size
-        return await keep(head, head.namespaces.space(extra_key), key, ttl, cap)
+        return await keep(head, head.namespaces.space(namespace), key, ttl, cap)
 
     # the engine's batches, where there are several workers
 
     def send_batch(self, payload: bytes = b"", leases: Sequence[Lease] = ()) -> int:
         """Tell every worker of a batch of the engine's work, behind all that the cache has decided by now. Returns the
-        batch's number, for ``ready`` and ``after`` of the leases' calls. A batch is over when the engine has ended it
+        batch's number, for ``after`` of the leases' calls. A batch is over when the engine has ended it
         on every worker (``RankWorker``, ``EngineBatch.end``) and its events there have fired.
 
         ``payload``: whatever the engine wants to tell its workers. ``leases``: those whose pages the batch reads. Those
@@ -463,40 +474,36 @@ class AsyncCache:
             position = checks.integer("position", position, 0)
         return await head.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
-    async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
+    async def detach_storage(self, name: str | None = None, *, timeout: float | None = None) -> Unsaved:
         """Use a store no more, and close it unless the caller made its backend. Requests go on, and compute what the
         store cannot give them any more. ``name``: may be left out if there is one store only. Returns how many pages
         were not saved when the store was detached.
 
-        ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
-        the store is detached at once. The call returns when the store is closed, which is after the store's calls that
-        are under way. If one of them hangs, it is cancelled after the store's ``timeout``. A store that does not let go
-        of the host's memory even then is waited for as long as ``invalidate`` waits, and is closed when it does.
-        Cancelling it while it drains leaves the store attached. Cancelling it later stops the waiting, and the store is
-        closed all the same.
+        ``timeout``: for how many seconds, at most, to store first what is not stored yet; None: ``close_timeout``
+        seconds; 0: the store is detached at once. The call returns when the store is closed, which is after the store's
+        calls that are under way. If one of them hangs, it is cancelled after the store's own ``timeout``. A store that
+        does not let go of the host's memory even then is waited for as long as ``invalidate`` waits, and is closed when
+        it does. Cancelling it while pages are stored leaves the store attached. Cancelling it later stops the waiting,
+        and the store is closed all the same.
 
         Raises:
-            ConfigError: there is no such store, or several and no name was given; or ``drain`` is neither a truth value
-                nor a number of seconds.
+            ConfigError: there is no such store, or several and no name was given; or ``timeout`` is no number of
+                seconds.
             BackendError: the store is gone, but its backend could not close cleanly, or not yet.
         """
         head = self._ready()
         if name is not None:
             name = checks.text("name", name)
-        seconds: float | None
-        if checks.is_flag(drain):
-            seconds = self.config.close_deadline if drain else None
-        else:
-            seconds = checks.number("drain", drain, 0)
+        seconds = self.config.close_timeout if timeout is None else checks.number("timeout", timeout, 0)
         return await head.stores.detach(name, seconds)
 
-    async def invalidate(self, extra_key: ExtraKey = None) -> None:
-        """Forget the namespace of ``extra_key``. From the moment of the call none of its pages are matched or fetched.
+    async def invalidate(self, namespace: Namespace = None) -> None:
+        """Forget the pages of ``namespace``. From the moment of the call none of its pages are matched or fetched.
         Leases that hold some of them finish undisturbed and publish nothing.
 
         Device and host forget the namespace. In storage, the pages that the tree knows are deleted. Pages that the tree
         had evicted stay in storage, out of reach of this cache, but a later process may find them: where that matters,
-        change ``extra_key`` or call ``reset``. What this cache stores of the namespace from now on it stores under new
+        change ``namespace`` or call ``reset``. What this cache stores of the namespace from now on it stores under new
         keys, which no later process looks for: to a process that opens the cache anew, these pages are dead bytes until
         the store evicts them.
 
@@ -505,10 +512,10 @@ class AsyncCache:
         may leave pages on every tier, out of reach of this cache.
 
         Raises:
-            ConfigError: ``extra_key`` is neither text nor bytes nor None.
+            ConfigError: ``namespace`` is neither text nor bytes nor None.
         """
         head = self._ready()
-        space = head.namespaces.outdate(extra_key)
+        space = head.namespaces.outdate(namespace)
         await forget(head.driver, head.worker, head.prefetches, head.backups, space)
 
     async def reset(self) -> None:
@@ -538,8 +545,8 @@ class AsyncCache:
 
     @property
     def device(self) -> Device | None:
-        """The device of these pools. ``device.gate()`` makes an event that the engine fires, for ``ready`` and
-        ``after`` of a lease's calls. None if the process is a head without a rank of its own."""
+        """The device of these pools. ``device.gate()`` makes an event that the engine fires, for ``after`` of a
+        lease's calls. None if the process is a head without a rank of its own."""
         return self._opened().worker.device
 
     def block_table(self, leases: Sequence[Lease], lengths: Sequence[int], pool: str = "full") -> BlockTable:
@@ -592,18 +599,18 @@ class AsyncCache:
         entries = self._head.worker.stores if self._head is not None else ()
         return {entry.options.name: entry.options for entry in entries}
 
-    def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Explained]:
+    def explain(self, tokens: Tokens, namespace: Namespace = None) -> Coroutine[Any, Any, Explained]:
         """Return where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. To
         be awaited. It only reads, and changes no recency. Cancelling it does nothing.
 
         Raises:
             ConfigError: the tokens are unusable.
         """
-        return self._explain(as_key(tokens), extra_key)
+        return self._explain(as_key(tokens), namespace)
 
-    async def _explain(self, key: bytes, extra_key: ExtraKey) -> Explained:
+    async def _explain(self, key: bytes, namespace: Namespace) -> Explained:
         head = self._ready()
-        space = head.namespaces.space(extra_key)
+        space = head.namespaces.space(namespace)
         head.core.at(head.driver.clock())
         return await explain(head.core, head.worker, head.pools, space, key)
 

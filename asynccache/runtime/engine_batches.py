@@ -52,7 +52,7 @@ waits for. So that is rare: it takes time for each slot of the device."""
 
 class EngineBatches:
     """The engine's batches, and what waits for them. Mutable state: the fences; the batches that commits named
-    (``ready``) and that may not be over; and the commits whose batches may still fail."""
+    (``after``) and that may not be over; and the commits whose batches may still fail."""
 
     def __init__(
         self, worker: LocalWorker, core: CacheCore, pools: Sequence[PoolSpec], driver: Driver, supervisor: Supervisor

@@ -26,7 +26,7 @@ from asynccache.core.cache import CacheCore, Unsaved
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import BackendError, CacheClosed, ConfigError, RankFailure
 from asynccache.events import Notice
-from asynccache.runtime.announcer import Announcer
+from asynccache.runtime.announcer import Announcer, StartSpan, no_span
 from asynccache.runtime.core_calls import run_acks
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine_batches import EngineBatches
@@ -79,10 +79,13 @@ class Head:
     window.
     """
 
-    def __init__(self, config: CacheConfig, worker: LocalWorker, on_event: OnEvent | None) -> None:
+    def __init__(
+        self, config: CacheConfig, worker: LocalWorker, on_event: OnEvent | None, span: StartSpan = no_span
+    ) -> None:
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         self.core = core = CacheCore(settings)
         self.worker = worker
+        self.span = span
         self.loop = asyncio.get_running_loop()
         self.pools = PoolLayout(config.pools())
         self.lookups = Lookups(core)
@@ -94,8 +97,8 @@ class Head:
             self.announcer = Announcer(on_event, config.page_size, worker, core.world.roots)
         self.namespaces = Namespaces(config, self.announcer)
         limits = {int(c.kind): int(c.host * config.backup_quota) for c in core.config.components}
-        self.backups = Backups(worker, driver, limits)
-        self.prefetches = Prefetches(config, driver, worker, self.pools, self.backups, self.supervisor)
+        self.backups = Backups(worker, driver, limits, span)
+        self.prefetches = Prefetches(config, driver, worker, self.pools, self.backups, self.supervisor, span)
         self.stores = StoreAttachments(driver, worker, self.announcer, self.supervisor, limits[0])
         self.hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
         self.commits = 0

@@ -14,12 +14,12 @@ Laws:
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages whose load may still fail, and no slot is free while the engine may still touch it.
 * A lease with loads publishes nothing before somebody has waited for them: what was computed earlier is wrong.
-* A commit takes its tokens, its checkpoint and its ``ready`` event in the call itself, in whatever thread that is made.
+* A commit takes its tokens, its checkpoint and its event ``after`` in the call itself, in whatever thread that is made.
 * A lease that is dropped without being released warns, and the loop gives back what it held.
-* A lease's commits are made in the order of the calls. A backup waits for the ``ready`` batch of the pages that it
+* A lease's commits are made in the order of the calls. A backup waits for the batch that computes the pages that it
   copies: ``EngineBatches`` hears of that batch before the commit's plan is performed.
-* What a batch did not compute is not published: a commit stands on all ``ready`` batches of its lease that are not
-  known to have run, and is undone if one of them fails.
+* What a batch did not compute is not published: a commit stands on all batches that its lease's commits have
+  named and that are not known to have run, and is undone if one of them fails.
 * A commit may find that the tree has some pages already. The lease's own copies of these are *duplicates*. They are
   free once the engine uses the new page table and has let go of the old one (``adopt``).
 """
@@ -74,8 +74,8 @@ worked out only for a warning, since that takes some µs in a long function."""
 
 class Publishing:
     """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the batches that may not
-    be over, the ``ready`` ones among them that may still fail or have failed (``_unsure``), and the duplicates that
-    wait to be adopted. ``order``: a lock, for one commit after the other."""
+    be over, those among them that commits were made ``after`` and that may still fail or have failed (``_unsure``), and
+    the duplicates that wait to be adopted. ``order``: a lock, for one commit after the other."""
 
     __slots__ = ("_chain", "_core", "_head", "_key", "_ready", "_retiring", "_space", "_unsure", "order")
 
@@ -156,7 +156,7 @@ class Publishing:
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
         """Note that the engine uses the table of the last commit. The duplicates are free when ``after`` and every
-        ``ready`` are over."""
+        batch of a commit are over."""
         if after is not None:
             self._named(after)
         if self._retiring:
@@ -164,7 +164,7 @@ class Publishing:
             self._head.batches.retire(retiring, not_over(*self._ready))
 
     def release(self, after: Sequence[BatchInFlight], ended: bool) -> None:
-        """Give the lease's pages back when all of ``after`` and every ``ready`` are over."""
+        """Give the lease's pages back when all of ``after`` and every batch of a commit are over."""
         driver, batches = self._head.driver, not_over(*self._ready, *after)
         self._head.batches.fence(self._core, *batches)
         plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
@@ -175,7 +175,7 @@ class Publishing:
 
 
 def ask_for(
-    head: Head, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
+    head: Head, tokens: Tokens, new_tokens: object, namespace: str | bytes | None, states: object, chunk: object,
     swa_chunk: object, shorter: object, shared_tokens: object,
 ) -> LeaseRequest:  # fmt: skip
     """Check the arguments of a lease, and return the request for the core.
@@ -194,7 +194,7 @@ def ask_for(
     most_swa = most if swa_chunk is None else integer("swa_chunk", swa_chunk, 1)
     shared = EVERYTHING if shared_tokens is None else integer("shared_tokens", shared_tokens, 0)
     ask = LeaseRequest(
-        head.namespaces.space(extra_key), key, length - 1, reserve, reserve if head.has_swa else 0, slots, True, most,
+        head.namespaces.space(namespace), key, length - 1, reserve, reserve if head.has_swa else 0, slots, True, most,
         most_swa, flag("shorter", shorter), shared,
     )  # fmt: skip
     head.core.check_possible(ask)
@@ -218,18 +218,18 @@ class Lease:
     ``commit`` says how other threads call it."""
 
     __slots__ = (
-        "_arrival", "_ask", "_asked", "_core", "_entering", "_extra_key", "_handle", "_head", "_publishing",
+        "_arrival", "_ask", "_asked", "_core", "_entering", "_handle", "_head", "_namespace", "_publishing",
         "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
     )  # fmt: skip
 
     def __init__(
-        self, head: Head, ask: LeaseRequest, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
+        self, head: Head, ask: LeaseRequest, namespace: str | bytes | None, handle: Prefetch | None, wait: bool,
         timeout: float | None, taken: Taken,
     ) -> None:  # fmt: skip
         self._state = NEW
         self._head = head
         self._ask = ask
-        self._extra_key = extra_key
+        self._namespace = namespace
         self._since = head.namespaces.changes
         self._handle = handle
         self._wait = wait
@@ -266,9 +266,9 @@ class Lease:
         head.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        if self._since != head.namespaces.changes:  # it enters the namespace that has its ``extra_key`` now
+        if self._since != head.namespaces.changes:  # its namespace was invalidated: it enters the new one
             self._since = head.namespaces.changes
-            self._ask = self._ask._replace(space=head.namespaces.space(self._extra_key))
+            self._ask = self._ask._replace(space=head.namespaces.space(self._namespace))
         handle = self._handle
         if handle is not None and (handle.spent or handle.space != self._ask.space):
             self._handle = None  # it has had its lease, or was given up: this lease prefetches by itself
@@ -278,7 +278,8 @@ class Lease:
                 self._handle is not None or head.worker.has_stores
                 or not head.driver.lease_at_once(self._ask, self._granted)
             ):  # fmt: skip
-                await self._enter()
+                with head.span("asynccache.lease", attributes={"asynccache.tokens": self._ask.reserve}):
+                    await self._enter()
             head.lookups.count(self._core, self._ask, self._found(), self._handle)
         except BaseException:
             self.release()
@@ -564,8 +565,10 @@ class Lease:
         core = self._held()
         self._asked += 1
         try:
-            for op in core.loads:
-                await first_ended(self._head.driver.ops, (op,))
+            if self.loading:
+                with self._head.span("asynccache.load", attributes={"asynccache.tokens": core.loaded_tokens}):
+                    for op in core.loads:
+                        await first_ended(self._head.driver.ops, (op,))
         except BaseException:
             self._asked -= 1
             raise
@@ -709,22 +712,22 @@ class Lease:
     # committing
 
     def commit(
-        self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
+        self, tokens: Tokens, after: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> Coroutine[Any, Any, Pages]:
-        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
+        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``after`` (an event as for
         ``release``) fires. To be awaited. Returns the page table that the engine uses from now on. If others have
         published some of these pages before, the table has theirs. If the namespace was invalidated since the lease was
         entered, nothing is published, and the table is as it was.
 
         The arguments are taken in the call itself, before the coroutine is awaited: the caller may go on writing into
-        the buffer of ``tokens``, and from then on a release waits for ``ready``. So any thread may make the call, and
+        the buffer of ``tokens``, and from then on a release waits for ``after``. So any thread may make the call, and
         hand the coroutine to the cache's loop: ``asyncio.run_coroutine_threadsafe(lease.commit(tokens, event), loop)``.
         Release the lease when the commit has ended; after a release it publishes nothing, and raises ``RuntimeError``.
 
-        ``ready`` may fail: the event carries an error, or the engine of a rank could not run the batch. Then all that
+        ``after`` may fail: the event carries an error, or the engine of a rank could not run the batch. Then all that
         the commit has published, and all that hangs below it, leaves the cache: it is not served, saved or announced
         any more. Leases that hold some of it keep their pages, learn of it by ``LoadFailed``, and publish nothing more.
-        A commit also stands on each ``ready`` that the lease has named before. For batches that were named by no commit
+        A commit also stands on each ``after`` that the lease has named before. For batches that were named by no commit
         the caller vouches.
 
         ``checkpoint``: the position of a MAMBA state (tokens, whole pages), and its slot, which is one of ``states``.
@@ -735,11 +738,11 @@ class Lease:
             CacheClosed: the cache is closed.
             RuntimeError: the lease is not held, or it has loads and nobody has waited for them.
             ConfigError: ``tokens`` do not continue what the lease holds, or the checkpoint's position is not the end of
-                a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
-                published, and ``ready`` was not taken, unless another commit of the lease was under way.
+                a page of them, or its slot is none of ``states``, or the device cannot wait for ``after``. Nothing was
+                published, and ``after`` was not taken, unless another commit of the lease was under way.
         """
         key, saved = as_key(tokens), None if checkpoint is None else _as_pair(checkpoint)
-        event = self._head.batches.event("commit: ready", ready)
+        event = self._head.batches.event("commit: after", after)
         if event is not None:
             self._to_commit.append(event)
         return self._commit(key, event, saved)
@@ -762,7 +765,7 @@ class Lease:
         async with commits.order:
             if core.loads:
                 await self.loaded()
-            if self._head.namespaces.valid(self._extra_key, self._since):
+            if self._head.namespaces.valid(self._namespace, self._since):
                 commits.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
                 await commits.publish(key, checkpoint)
             return self.pages

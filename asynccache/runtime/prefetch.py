@@ -23,7 +23,7 @@ Laws:
   it then, so no buffer is given back while I/O still owns it.
 * A prefetch that is told to stop, or is cancelled, ends within ``GRACE`` seconds, or at once if the stores refuse calls
   by now. If the store has not answered by then, the prefetch ends without its fetch, which is left to the other
-  prefetches that share it, or is revoked when the store has let go.
+  prefetches that share it, or is released when the store has let go.
 * Prefetches of the same pages share one fetch. Any of them may stop the fetch: what it has read is committed, and the
   others fetch the rest. The fetch is cancelled when the last prefetch that shares it is.
 * A prefetch that has ended without being cancelled has a *claim*: the pages of its prompt that the host has stay there.
@@ -60,6 +60,7 @@ from asynccache.worker.work import ReadOrder, StoreQuestion
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig, PoolSpec
+    from asynccache.runtime.announcer import StartSpan
     from asynccache.runtime.driver import Driver, LinePlace
     from asynccache.runtime.save import Backups
     from asynccache.runtime.supervisor import Supervisor
@@ -302,13 +303,13 @@ class PrefetchHandle:
     Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
     """
 
-    __slots__ = ("_extra_key", "_key", "_prefetch")
+    __slots__ = ("_key", "_namespace", "_prefetch")
 
-    def __init__(self, prefetch: Prefetch, key: bytes, extra_key: str | bytes | None) -> None:
+    def __init__(self, prefetch: Prefetch, key: bytes, namespace: str | bytes | None) -> None:
         """``AsyncCache.prefetch`` makes one. ``key``: the tokens that it was called with."""
         self._prefetch = checks.instance("prefetch", prefetch, Prefetch)
         self._key = key
-        self._extra_key = extra_key
+        self._namespace = namespace
 
     def __repr__(self) -> str:
         return f"PrefetchHandle({self._prefetch!r})"
@@ -333,7 +334,7 @@ class PrefetchHandle:
         self._prefetch.tell(Wish.STOP)
 
     def cancel(self) -> None:
-        """Give up the prefetch. Its fetch is revoked after the I/O has let go, unless another prefetch shares the
+        """Give up the prefetch. Its fetch is released after the I/O has let go, unless another prefetch shares the
         fetch. Pages that it has brought may be evicted."""
         self._prefetch._prefetches.driver.check_thread()
         self._prefetch.spent = True
@@ -350,7 +351,7 @@ class Prefetches:
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: LocalWorker, pools: PoolLayout, backups: Backups,
-        supervisor: Supervisor,
+        supervisor: Supervisor, span: StartSpan,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.worker = worker
@@ -364,6 +365,7 @@ class Prefetches:
         self.claims: dict[int, asyncio.TimerHandle | None] = {}
         self._config = config
         self._supervisor = supervisor
+        self._span = span
         self.loop = asyncio.get_running_loop()
         self._fetches: dict[Fetch, None] = {}
         self._outcomes: Counter[PrefetchStatus] = Counter()
@@ -400,7 +402,7 @@ class Prefetches:
         self._outcomes[PrefetchStatus.SKIPPED] += 1
         prefetch.result = PrefetchResult(PrefetchStatus.SKIPPED, 0, reason)
 
-    def of(self, handle: PrefetchHandle, key: bytes, extra_key: str | bytes | None) -> Prefetch:
+    def of(self, handle: PrefetchHandle, key: bytes, namespace: str | bytes | None) -> Prefetch:
         """Return the prefetch of ``handle``, which is to serve a lease of ``key``. It may stop before the lease's end,
         or go on behind it.
 
@@ -410,8 +412,8 @@ class Prefetches:
         prefetch = checks.instance("prefetch", handle, PrefetchHandle)._prefetch
         if prefetch._prefetches is not self:
             raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
-        if handle._extra_key != extra_key:
-            raise ConfigError(f"prefetch={handle!r} is a handle of another namespace, extra_key={handle._extra_key!r}")
+        if handle._namespace != namespace:
+            raise ConfigError(f"prefetch={handle!r} is a handle of another namespace, {handle._namespace!r}")
         if not (key.startswith(handle._key) or handle._key.startswith(key)):
             raise ConfigError(f"prefetch={handle!r} is a handle of other tokens")
         return prefetch
@@ -452,7 +454,7 @@ class Prefetches:
             timer = self.claims.pop(ticket)
             if timer is not None:
                 timer.cancel()
-            self.driver.perform(self.driver.give_back(self.driver.core.drop_claim, ticket))
+            self.driver.perform(self.driver.give_back(self.driver.core.release_claim, ticket))
 
     def abandon_claim(self, ticket: int) -> None:
         """Have the cache's loop ``drop_claim`` soon. For any thread: the garbage collector calls this."""
@@ -489,12 +491,16 @@ class Prefetches:
             prefetch.fail(error)
 
     async def _serve(self, prefetch: Prefetch) -> None:
-        try:
-            status, reason = await self._work(prefetch)
-        except BaseException:
-            self._finish(prefetch, PrefetchStatus.CANCELLED, "the cache is closed")
-            raise
-        self._finish(prefetch, status, reason)
+        tokens = len(prefetch.key) // TOKEN_BYTES
+        with self._span("asynccache.prefetch", attributes={"asynccache.tokens": tokens}) as span:
+            try:
+                status, reason = await self._work(prefetch)
+            except BaseException:
+                self._finish(prefetch, PrefetchStatus.CANCELLED, "the cache is closed")
+                raise
+            self._finish(prefetch, status, reason)
+            if span is not None:
+                span.set_attribute("asynccache.status", status.value)
 
     async def _work(self, prefetch: Prefetch) -> tuple[PrefetchStatus, str]:
         """Run fetches, or share those of others, until the prefetch has its pages or a new wish."""
@@ -549,8 +555,8 @@ class Fetch:
 
     ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
     storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
-    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was revoked. ``skipped``: why it
-    did not begin although storage had something; may be empty. ``over``: True once it was committed or revoked, or did
+    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was released. ``skipped``: why it
+    did not begin although storage had something; may be empty. ``over``: True once it was committed or released, or did
     not begin.
     """
 
@@ -694,7 +700,7 @@ class Fetch:
         self.over = True
         self._wake()
         if self.op and not self.end:
-            self._driver.perform(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
+            self._driver.perform(self._driver.give_back(self._driver.core.prefetch_release, self.op))
         for sharer in self.sharers:
             sharer.cut = self.cut
             sharer.fetch = None
@@ -911,7 +917,7 @@ class Fetch:
         """Under the lock: hang the pages up to ``end`` into the tree, and return no operations. If another operation
         must end first, nothing changes; returned are the operations of which one has to end before the next attempt.
         Nothing is done if the fetch was closed meanwhile. If the pages above its own have left the tree, since a batch
-        of the engine failed, the core revokes it instead."""
+        of the engine failed, the core releases it instead."""
         if self.over:
             return ()
         hashes = self._hashes_of(range(self._pages_of(self.shape.anchor), self._pages_of(end)))

@@ -42,6 +42,7 @@ from asynccache.worker.stats import StageMeter
 from asynccache.worker.work import WriteOrder
 
 if TYPE_CHECKING:
+    from asynccache.runtime.announcer import StartSpan
     from asynccache.runtime.driver import Driver
     from asynccache.worker.local import LocalWorker
 
@@ -135,13 +136,14 @@ class Backups:
     of room, before they began.
     """
 
-    def __init__(self, worker: LocalWorker, driver: Driver, limits: Mapping[int, int]) -> None:
+    def __init__(self, worker: LocalWorker, driver: Driver, limits: Mapping[int, int], span: StartSpan) -> None:
         self.limits = limits
         self.dropped = 0
         self.meter = StageMeter()
         self.lateness = Lateness(driver.note_late_storage)
         self._worker = worker
         self._driver = driver
+        self._span = span
         self._held = dict.fromkeys(limits, 0)
         self._in_flight = dict.fromkeys(limits, 0)
         self._clearings = 0
@@ -221,7 +223,9 @@ class Backups:
         timer = asyncio.get_running_loop().call_later(TOO_LATE, self._note_too_late, first)
         self._batches[first] = batch
         try:
-            with self.lateness.call(StoreCall.WRITE):
+            with self.lateness.call(StoreCall.WRITE), self._span(
+                "asynccache.backup_storage", attributes={"asynccache.operations": len(batch)}
+            ):  # fmt: skip
                 stored = await self._worker.store([WriteOrder(*queued.effect) for queued in batch])
             self.meter.count(0, stored.pages, stored.full_pages, stored.bytes)
             for queued in batch:

@@ -114,13 +114,13 @@ class StoreAttachments:
     def _is_used(self, store: int) -> bool:
         return any(entry.number == store for entry in self._worker.stores)
 
-    async def detach(self, name: str | None, deadline: float | None) -> Unsaved:
-        """See ``AsyncCache.detach_storage``. ``deadline``: seconds that saving may take; None: nothing is saved."""
+    async def detach(self, name: str | None, timeout: float) -> Unsaved:
+        """See ``AsyncCache.detach_storage``. ``timeout``: seconds that saving may take; 0: nothing is saved."""
         self._check_host()
         store = self._worker.find_store(name)
-        if deadline is not None and store.options.write:
+        if timeout and store.options.write:
             with suppress(TimeoutError):  # ``unsaved`` says what is left
-                async with asyncio.timeout(deadline):
+                async with asyncio.timeout(timeout):
                     await drain(self._driver)
         left, patience = await unsaved(self._driver), longest_write(self._worker)
         driver, failed = self._driver, list[BackendError]()

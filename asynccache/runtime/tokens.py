@@ -155,23 +155,23 @@ THREAD_PAGE_BYTES = 2048
 
 
 @lru_cache(maxsize=4096, typed=True)
-def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None = None, epoch: int = 0) -> bytes:
-    """Return H(-1) of a namespace: the digest of ``model``, ``page_size``, ``extra_key`` and ``epoch``. ``epoch``: how
+def namespace_digest(model: str, page_size: int, namespace: str | bytes | None = None, epoch: int = 0) -> bytes:
+    """Return H(-1) of a namespace: the digest of ``model``, ``page_size``, ``namespace`` and ``epoch``. ``epoch``: how
     often the namespace was invalidated.
 
     Raises:
-        ConfigError: ``extra_key`` is neither text nor bytes nor None, or is text that has no UTF-8.
+        ConfigError: ``namespace`` is neither text nor bytes nor None, or is text that has no UTF-8.
     """
-    extra, name = _tagged(extra_key), model.encode()
+    extra, name = _tagged(namespace), model.encode()
     fields = struct.pack("<III", page_size, len(name), len(extra))
     return sha256(SCHEMA + fields + name + extra + (struct.pack("<Q", epoch) if epoch else b"")).digest()
 
 
-def _tagged(extra_key: str | bytes | None) -> bytes:
-    """Return ``extra_key`` as bytes, different for any two keys."""
-    if checks.namespace("extra_key", extra_key) is None:
+def _tagged(namespace: str | bytes | None) -> bytes:
+    """Return ``namespace`` as bytes, different for any two keys."""
+    if checks.namespace("namespace", namespace) is None:
         return b"-"
-    return b"b" + extra_key if isinstance(extra_key, bytes) else b"s" + str(extra_key).encode()
+    return b"b" + namespace if isinstance(namespace, bytes) else b"s" + str(namespace).encode()
 
 
 def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
@@ -258,37 +258,37 @@ class Namespaces:
     def __repr__(self) -> str:
         return f"Namespaces({len(self._epochs)} invalidated, {self.changes} invalidations)"
 
-    def space(self, extra_key: str | bytes | None) -> bytes:
+    def space(self, namespace: str | bytes | None) -> bytes:
         """Return the digest of a namespace, as of its last invalidation.
 
         Raises:
-            ConfigError: ``extra_key`` is neither text nor bytes nor None.
+            ConfigError: ``namespace`` is neither text nor bytes nor None.
         """
-        if extra_key is None:
+        if namespace is None:
             if not self._epochs:  # what most requests ask for
                 return self._plain
         else:
-            checks.namespace("extra_key", extra_key)
-        epoch = self._epochs[extra_key] if self._epochs else 0
-        space = namespace_digest(self._config.model, self._config.page_size, extra_key, epoch)
-        if self._names is not None and extra_key is not None:
-            self._names.name(space, extra_key)
+            checks.namespace("namespace", namespace)
+        epoch = self._epochs[namespace] if self._epochs else 0
+        space = namespace_digest(self._config.model, self._config.page_size, namespace, epoch)
+        if self._names is not None and namespace is not None:
+            self._names.name(space, namespace)
         return space
 
-    def valid(self, extra_key: str | bytes | None, since: int) -> bool:
+    def valid(self, namespace: str | bytes | None, since: int) -> bool:
         """Return True if the namespace was not invalidated, alone or with all others, since ``changes`` was
         ``since``."""
-        return since >= self._reset_at and since >= self._outdated_at.get(extra_key, 0)
+        return since >= self._reset_at and since >= self._outdated_at.get(namespace, 0)
 
     def reset(self) -> None:
         """Make void whatever was begun in any namespace. The namespaces' digests stay."""
         self.changes += 1
         self._reset_at = self.changes
 
-    def outdate(self, extra_key: str | bytes | None) -> bytes:
+    def outdate(self, namespace: str | bytes | None) -> bytes:
         """Give the namespace another digest from now on. Returns the digest that it had. Raises as ``space``."""
-        space = self.space(extra_key)
-        self._epochs[extra_key] += 1
+        space = self.space(namespace)
+        self._epochs[namespace] += 1
         self.changes += 1
-        self._outdated_at[extra_key] = self.changes
+        self._outdated_at[namespace] = self.changes
         return space

@@ -43,6 +43,7 @@ read finds a place however slow the writes are, and writes go on however much is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from enum import IntEnum
@@ -50,6 +51,7 @@ from typing import Any, Literal, NewType, TypeVar
 
 from asynccache import checks
 from asynccache.errors import BackendError, Timeout
+from asynccache.redaction import redacted
 from asynccache.settle import settled
 from asynccache.storage.contract import PageKey, Result
 
@@ -197,6 +199,7 @@ corrupt: it takes a read's place, since the caller of that get is waiting. Only 
 LET_GO = 0.5
 """Seconds for which a call without buffers may go on after it was cancelled. Then it is left behind."""
 RESULTS = tuple(Result)
+LOG = logging.getLogger("asynccache")
 COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_calls", "crowded_calls")
 
 
@@ -371,7 +374,7 @@ class CallGuard:
             nonlocal permit
             self._counts["slow_calls"] += 1
             late, permit = permit, REFUSED
-            self.breaker.failure(late, self._now(), kind)
+            self._note_failure(late, kind, f"a call takes longer than {slow:g} s")
 
         watch = asyncio.get_running_loop().call_later(slow, too_slow) if slow else None
         try:
@@ -379,8 +382,9 @@ class CallGuard:
                 result = await act()
         except Exception as error:
             self.last_error = _without_frames(error)
-            self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
-            self.breaker.failure(permit, self._now(), kind)
+            late = isinstance(error, TimeoutError)
+            self._counts["timeouts" if late else "failed_calls"] += 1
+            self._note_failure(permit, kind, f"no answer in {timeout:g} s" if late else redacted(repr(self.last_error)))
             raise
         except BaseException:
             self.breaker.abandon(permit)
@@ -388,8 +392,17 @@ class CallGuard:
         finally:
             if watch is not None:
                 watch.cancel()
+        was = self.breaker.state
         self.breaker.success(permit, self._now(), kind)
+        if was is not self.breaker.state:
+            LOG.warning("store %r answers again", self._name)
         return result
+
+    def _note_failure(self, permit: Permit, kind: str, why: str) -> None:
+        opened = self.breaker.opened
+        self.breaker.failure(permit, self._now(), kind)
+        if opened != self.breaker.opened:
+            LOG.warning("store %r is left alone until it answers a probe: %s", self._name, why)
 
     def _now(self) -> float:
         if self._clock is None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 POOL = "pages"
 """The name of the pool if ``memory`` is one buffer and not a mapping of buffers."""
 
-CLOSE_DEADLINE = 10.0
+CLOSE_TIMEOUT = 10.0
 LETTING_GO = 5.0
 """Seconds that ``close`` waits after its deadline for the stores to let go of the memory."""
 
@@ -206,23 +206,23 @@ class Pages:
         self._check_process()
         return self._serving.ask(self._serving.tiers.store_stats)
 
-    def close(self, deadline: float = CLOSE_DEADLINE) -> Closed:
-        """Refuse new calls, let those under way go on for ``deadline`` seconds, cut short what is left, and close the
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> Closed:
+        """Refuse new calls, let those under way go on for ``timeout`` seconds, cut short what is left, and close the
         stores.
 
-        Returns as soon as all that is done, and at the latest ``LETTING_GO`` (5) seconds after the deadline. A store
+        Returns as soon as all that is done, and at the latest ``LETTING_GO`` (5) seconds later. A store
         that hangs may use the memory even then; see ``Closed``. It can be called from any thread and any number of
-        times; of several deadlines the earliest counts.
+        times; of several calls the one that is over first counts.
 
         Raises:
-            ConfigError: the deadline is no number of seconds, or ``close`` was called in a future's callback.
+            ConfigError: ``timeout`` is no number of seconds, or ``close`` was called in a future's callback.
             BackendError: a store could not be closed cleanly; all of them were closed.
             Unavailable: this process was forked.
         """
         self._check_process()
-        deadline = checks.number("deadline", deadline, 0)
+        timeout = checks.number("timeout", timeout, 0)
         serving = self._serving
-        over = serving.close(deadline, LETTING_GO)
+        over = serving.close(timeout, LETTING_GO)
         if over and serving.error is not None:
             raise BackendError(f"closing the stores failed: {serving.error!r}")
         return Closed(serving.counts["abandoned_pages"], serving.held(), over)

@@ -84,8 +84,8 @@ class Routes:
         """The explanation of a prompt, in the form in which ``asynccache.metrics.app`` answers; errors as well."""
         try:
             asked = _in_query(request) if request.method == "GET" else parse_prompt(await _body(request))
-            prompt, extra_key = asked
-            return JSONResponse(await self._service.explain(await self._service.tokens(prompt), extra_key))
+            prompt, namespace = asked
+            return JSONResponse(await self._service.explain(await self._service.tokens(prompt), namespace))
         except ApiError as error:
             return JSONResponse({"error": str(error)}, error.status)
         except AsyncCacheError as error:
@@ -217,7 +217,7 @@ async def _abort_when_gone(request: Request, choices: Choices) -> None:
 
 
 def _in_query(request: Request) -> tuple[Prompt, str | None]:
-    """The tokens and the namespace of ``/explain?tokens=1,2,3&extra_key=a``.
+    """The tokens and the namespace of ``/explain?tokens=1,2,3&namespace=a``.
 
     Raises:
         ApiError: the tokens are missing or no numbers.
@@ -225,7 +225,7 @@ def _in_query(request: Request) -> tuple[Prompt, str | None]:
     words = request.query_params.get("tokens", "").replace(",", " ").split()
     if not words or not all(word.isascii() and word.isdecimal() for word in words):
         raise ApiError(400, "tokens: must be numbers, separated by commas")
-    return [int(word) for word in words], request.query_params.get("extra_key")
+    return [int(word) for word in words], request.query_params.get("namespace")
 
 
 async def _body(request: Request) -> bytes:

@@ -18,8 +18,8 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from asynccache_hf import BatchRequest, Layout, PrefixCache, describe
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
+from asynccache_shim.model import returned
 from asynccache_shim.request import add_token, begin_request, end_request
-from asynccache_shim.thread import returned
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
 from openai_serving.scores import ScoredModel, Scores
@@ -150,7 +150,7 @@ class SchedulerPath:
 
     def start(self, wanted: WantedAnswer) -> Request:
         limits = Limits(wanted.most, wanted.ends)
-        request = Request(wanted.tokens, limits, priority=wanted.priority, extra_key=wanted.salt,
+        request = Request(wanted.tokens, limits, priority=wanted.priority, namespace=wanted.salt,
                           sampling=wanted.sampling)  # fmt: skip
         self._scheduler.submit(request)
         if wanted.scores is not None and request.number is not None:
@@ -249,7 +249,7 @@ class PrefixPath:
             if wanted.sampling.seed is not None:
                 torch.manual_seed(wanted.sampling.seed)
             last = _LastLogits()
-            out = cached.generate(ids, extra_key=wanted.salt, streamer=_Streamer(run, last, wanted.scores),
+            out = cached.generate(ids, namespace=wanted.salt, streamer=_Streamer(run, last, wanted.scores),
                                   max_new_tokens=wanted.most, stopping_criteria=[_Aborted(run)],
                                   logits_processor=[last], eos_token_id=sorted(wanted.ends) or None,
                                   **_sampled(wanted.sampling))  # fmt: skip

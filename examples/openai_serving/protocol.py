@@ -99,21 +99,21 @@ def parse(raw: bytes, *, chat: bool) -> ParsedRequest:
 
 def parse_prompt(raw: bytes) -> tuple[Prompt, str | None]:
     """Read the body of a request that is only about a prompt: ``tokens``, ``prompt`` or ``messages``. Returns the
-    prompt and its namespace (``extra_key``). The body may also have ``model``.
+    prompt and its namespace (``namespace``). The body may also have ``model``.
 
     Raises:
         ApiError: the body has none or several of these, or has something else.
     """
     body = Body(raw)
     body.text("model")
-    extra_key = body.text("extra_key")
+    namespace = body.text("namespace")
     given = {name: value for name in ("tokens", "prompt", "messages") if (value := body.take(name)) is not None}
     body.finish()
     match given:
         case {"messages": messages} if len(given) == 1:
-            return _messages(messages), extra_key
+            return _messages(messages), namespace
         case {"tokens": value} | {"prompt": value} if len(given) == 1:
-            return _prompt(value), extra_key
+            return _prompt(value), namespace
     raise ApiError(400, f"give one of tokens, prompt and messages, not {' and '.join(given) or 'none of them'}")
 
 

@@ -318,14 +318,14 @@ class Service:
 
         return await self.served.path.ask(scrape)
 
-    async def explain(self, tokens: list[int], extra_key: str | None) -> Mapping[str, Any]:
+    async def explain(self, tokens: list[int], namespace: str | None) -> Mapping[str, Any]:
         """Return where a prompt's pages are in the cache, and what ends its match.
 
         Raises:
             CacheClosed: the cache is closed.
             ConfigError: the tokens cannot be used.
         """
-        return (await self.served.path.ask(lambda cache: cache.explain(tokens, extra_key))).plain()
+        return (await self.served.path.ask(lambda cache: cache.explain(tokens, namespace))).plain()
 
     async def statistics(self) -> Mapping[str, Any]:
         """The numbers of requests and all counters of the cache, as plain values.

@@ -238,13 +238,13 @@ class ModelIdentity:
         return _short(json.dumps([weights, adapters, parts.states, *edited]).encode())
 
     @staticmethod
-    def within(now: str, extra_key: str | bytes | None) -> str | bytes | None:
-        """Return the key for ``extra_key`` while the model is ``now``."""
-        given = extra_key.encode() if isinstance(extra_key, str) else extra_key
+    def within(now: str, namespace: str | bytes | None) -> str | bytes | None:
+        """Return the key for ``namespace`` while the model is ``now``."""
+        given = namespace.encode() if isinstance(namespace, str) else namespace
         if not now and not (given or b"").startswith(b"model "):  # nobody's own key is taken for one that is made here
-            return extra_key
+            return namespace
         made = f"model {now} {'' if given is None else given.hex() or '-'}"
-        return Adapter(made, extra_key.lora_name, extra_key.lora_id) if isinstance(extra_key, Adapter) else made
+        return Adapter(made, namespace.lora_name, namespace.lora_id) if isinstance(namespace, Adapter) else made
 
     def _digest(self, adapter: str | None, parts: Parts) -> str:
         """The digest of the weights, or of those of an adapter. It is computed anew if they seem to have changed."""

@@ -29,7 +29,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from asynccache import AsyncCache, CacheFull, ConfigError, Hits, Lease, LoadFailed, checks
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.call import VERSION, cache_name, parameters
-from asynccache_hf.describing import identified
+from asynccache_hf.description import identified
 from asynccache_hf.layout import Layout
 from asynccache_hf.sampling import NO_PAGES, SPECULATION, refuse, sampling_of
 from asynccache_hf.trial import ExpectedLogits, TrialStage, compared, tolerance
@@ -109,9 +109,9 @@ class PrefixCache(CachedModel):
         steps = SchedulerConfig(step_tokens=1024 + page_size)
         super().__init__(identity, layout, "asynccache-prefix", config_of(layout, settings), steps, on_event)
 
-    def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
+    def generate(self, input_ids: Any = None, *, namespace: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, without computing the tokens that are cached.
-        ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
+        ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``namespace``: the namespace of the prompts.
         Adapters that are active, and weights that have changed, have namespaces of their own in it.
 
         Several rows are computed together. If tokens are sampled, or ``logits_processor``, ``stopping_criteria`` or a
@@ -128,7 +128,7 @@ class PrefixCache(CachedModel):
         """
         began = time.monotonic()
         ids = _tokens(input_ids, options)
-        extra_key = checks.namespace("extra_key", extra_key)
+        namespace = checks.namespace("namespace", namespace)
         given = options.pop("attention_mask", None)
         typed = self._has_types(options)
         settings = _settings(self._model, options)
@@ -137,8 +137,8 @@ class PrefixCache(CachedModel):
         ours = OURS if tells else {**OURS, "prefill_chunk_size": None}
         options |= {name: value for name, value in ours.items() if getattr(settings, name) not in (None, value)}
         now = self._identity.now()
-        key = self._identity.within(f"{now}, token_type_ids" if typed else now, extra_key)
-        asked = _Asked(options, settings, extra_key, key, now, typed, began)
+        key = self._identity.within(f"{now}, token_type_ids" if typed else now, namespace)
+        asked = _Asked(options, settings, namespace, key, now, typed, began)
         mask = _mask(ids, given, settings)
         rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
                 for _ in range(copies)]  # fmt: skip
@@ -188,7 +188,7 @@ class PrefixCache(CachedModel):
             return None
         stops = frozenset(end for end in _ends(settings) if end >= 0)
         limits = [Limits(most, stops, options.get("max_time")) for options, most in bounds]
-        requests = [self._request(as_tokens(row.tolist()), limit, asked.extra_key, asked.now, sampling)
+        requests = [self._request(as_tokens(row.tolist()), limit, asked.namespace, asked.now, sampling)
                     for (row, _), limit in zip(rows, limits, strict=True)]  # fmt: skip
         self._begin(requests)
         made = []
@@ -230,7 +230,7 @@ class PrefixCache(CachedModel):
             self._publish(asked, lease, made[:stop])
             return out
         finally:
-            self._loop.call(_released(lease))
+            self._loop.call(lease.__aexit__(None, None, None))
 
     def _without(self, row: torch.Tensor, pads: int, asked: _Asked) -> Any:
         self._count(len(row), Hits(0, 0, 0))
@@ -320,7 +320,7 @@ def try_generate(model: Any, layout: Layout, expected: ExpectedLogits) -> None:
 
 
 async def _loaded_lease(
-    cache: AsyncCache, tokens: Sequence[int], new_tokens: int, extra_key: str | bytes | None
+    cache: AsyncCache, tokens: Sequence[int], new_tokens: int, namespace: str | bytes | None
 ) -> Lease:
     """Return a granted lease for ``tokens`` and ``new_tokens`` more, whose cached pages are on the device. Cancelling
     gives everything back.
@@ -331,7 +331,7 @@ async def _loaded_lease(
     """
     attempts = LOAD_ATTEMPTS
     while True:
-        lease = await cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key).__aenter__()
+        lease = await cache.lease(tokens, new_tokens=new_tokens, namespace=namespace).__aenter__()
         try:
             await lease.loaded()
         except BaseException as error:
@@ -341,10 +341,6 @@ async def _loaded_lease(
                 raise
         else:
             return lease
-
-
-async def _released(lease: Lease) -> None:
-    await lease.__aexit__(None, None, None)
 
 
 async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:
@@ -357,13 +353,13 @@ async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint
 
 class _Asked(NamedTuple):
     """A call of ``PrefixCache.generate``: its options for transformers, and the generation configuration that they
-    make. ``extra_key``: the caller's namespace. ``key``: the namespace in which its prompts are cached. ``now``: the
+    make. ``namespace``: the caller's namespace. ``key``: the namespace in which its prompts are cached. ``now``: the
     model's identity when it began. ``typed``: True if the model is given ``token_type_ids``. ``began``: by
     ``time.monotonic``."""
 
     options: Mapping[str, Any]
     settings: Any
-    extra_key: str | bytes | None
+    namespace: str | bytes | None
     key: str | bytes | None
     now: str
     typed: bool

@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache import ConfigError, Hits
-from asynccache.checks import flag, instance, integer, namespace, number, shown
+from asynccache.checks import flag, instance, integer, number, shown
+from asynccache.checks import namespace as checked_namespace
 from asynccache.settings import Count, Seconds, Settings
 from asynccache_shim.model import Sampling
 
 Tokens = npt.NDArray[np.int32]
-ExtraKey = str | bytes | None
+Namespace = str | bytes | None
 
 MAX_TOKEN = int(np.iinfo(np.int32).max)
 MAX_SEED = 2**64 - 1
@@ -81,7 +82,7 @@ class RequestTerms(NamedTuple):
     tokens: Tokens
     limits: Limits
     priority: int
-    extra_key: ExtraKey
+    namespace: Namespace
     sampling: Sampling
     ended: bool
     publishes: Callable[[], bool] | None
@@ -93,7 +94,7 @@ class Request:
     tokens: the prompt, at least one token; a list or an int32 array of one dimension.
     limits: when generation ends (default: after 16 tokens).
     priority: requests of higher priority are admitted first and retracted last.
-    extra_key: the cache's namespace for the prompt; prompts of different namespaces share nothing.
+    namespace: the cache's namespace for the prompt; prompts of different namespaces share nothing.
     sampling: how tokens are drawn (default: the most likely one).
     ended: the conversation will not go on, so what the request computes is the first to be evicted.
     publishes: called in the loop before anything that the request has computed is published; if it returns False or
@@ -116,14 +117,14 @@ class Request:
         limits: Limits | None = None,
         *,
         priority: int = 0,
-        extra_key: ExtraKey = None,
+        namespace: Namespace = None,
         sampling: Sampling | None = None,
         ended: bool = False,
         publishes: Callable[[], bool] | None = None,
     ) -> None:
         limits, sampling = Limits() if limits is None else limits, Sampling() if sampling is None else sampling
-        terms = as_terms(tokens, limits, priority, extra_key, sampling, ended, publishes)
-        self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended, self.publishes = terms
+        terms = as_terms(tokens, limits, priority, namespace, sampling, ended, publishes)
+        self.tokens, self.limits, self.priority, self.namespace, self.sampling, self.ended, self.publishes = terms
         self.number: int | None = None
         self.state = State.NEW
         self.match = Matched()
@@ -196,7 +197,7 @@ class Request:
         if self._terms is not None:
             return self._terms
         return as_terms(
-            self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended, self.publishes
+            self.tokens, self.limits, self.priority, self.namespace, self.sampling, self.ended, self.publishes
         )
 
     def _wake(self) -> None:
@@ -302,7 +303,7 @@ def as_stop_tokens(tokens: object) -> frozenset[int]:
 
 
 def as_terms(
-    tokens: list[int] | Tokens, limits: object, priority: object, extra_key: object, sampling: object, ended: object,
+    tokens: list[int] | Tokens, limits: object, priority: object, namespace: object, sampling: object, ended: object,
     publishes: object,
 ) -> RequestTerms:  # fmt: skip
     """The terms of a request, each of them checked.
@@ -315,7 +316,7 @@ def as_terms(
         raise ConfigError(f"request: publishes={shown(publishes)} must be a function or None")
     return RequestTerms(
         as_tokens(tokens), instance("request: limits", limits, Limits), integer("request: priority", priority),
-        namespace("request: extra_key", extra_key),
+        checked_namespace("request: namespace", namespace),
         Sampling(
             number("request: sampling: temperature", temperature, 0), number("request: sampling: top_p", top_p, 0, 1),
             None if seed is None else integer("request: sampling: seed", seed, -MAX_SEED, MAX_SEED),

@@ -46,7 +46,7 @@ class Attaching(session.Session):
                 if name not in cache.stores:
                     await cache.attach_storage(url, name=name, position=0 if name == "near" else None)
                 elif random.random() < 0.6:
-                    await cache.detach_storage(name, drain=random.choice((False, 0.02)))
+                    await cache.detach_storage(name, timeout=random.choice((0, 0.02)))
                 type(self).changes += 1
 
 

@@ -89,7 +89,7 @@ def test_prompts_are_found_wherever_they_are(
         assert time.monotonic() < end, f"never seen: {WANTED - seen.keys()}"
         for request in asked:
             file.write_text(" ".join(map(str, request.prompt().tolist())))
-            key = ["--extra-key", request.extra_key] if request.extra_key else []
+            key = ["--namespace", request.namespace] if request.namespace else []
             assert main(["explain", served, "--tokens", f"@{file}", "--json", *key]) == 0
             answer = json.loads(capsys.readouterr().out)
             holds(answer)

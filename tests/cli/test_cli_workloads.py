@@ -22,7 +22,7 @@ def draw(workload: str, count: int, seed: int = 1) -> list[RunRequest]:
 def test_a_seed_fixes_everything(workload: str) -> None:
     one, other = draw(workload, 60), draw(workload, 60)
     assert len(one) == 60
-    assert [r.extra_key for r in one] == [r.extra_key for r in other]
+    assert [r.namespace for r in one] == [r.namespace for r in other]
     assert [r.ended for r in one] == [r.ended for r in other]
     assert all(np.array_equal(a.prompt(), b.prompt()) for a, b in zip(one, other, strict=True))
     assert any(not np.array_equal(a.prompt(), b.prompt()) for a, b in zip(one, draw(workload, 60, 2), strict=True))
@@ -44,7 +44,7 @@ def shared_with_earlier(requests: list[RunRequest], page: int = 16) -> float:
     hit = total = 0
     for request in requests:
         whole = np.concatenate([request.prompt(), request.output()])
-        pages = [(request.extra_key, whole[:end].tobytes()) for end in range(page, len(whole) + 1, page)]
+        pages = [(request.namespace, whole[:end].tobytes()) for end in range(page, len(whole) + 1, page)]
         prompt = pages[: request.length // page]
         total += len(prompt)
         hit += sum(p in seen for p in prompt)

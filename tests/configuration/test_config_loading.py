@@ -65,10 +65,10 @@ def test_python_wins_over_the_environment_over_the_file_over_defaults(kv: Path) 
 
 
 def test_every_value_knows_where_it_came_from(kv: Path) -> None:
-    loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_DEADLINE": "5"}, components={"full": {"layers": 2}})
+    loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_TIMEOUT": "5"}, components={"full": {"layers": 2}})
     origins = {".".join(path): origin for path, _, origin in loaded.values}
     assert origins["model"] == origins["page_size"] == origins["components.full.host_tokens"] == str(kv)
-    assert origins["close_deadline"] == "environment variable ASYNCCACHE_CLOSE_DEADLINE"
+    assert origins["close_timeout"] == "environment variable ASYNCCACHE_CLOSE_TIMEOUT"
     assert origins["components.full.layers"] == "Python"
     assert origins["eviction"] == "default"
 
@@ -252,12 +252,12 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str, m
 
 
 def test_what_is_shown_can_be_loaded_again(kv: Path, tmp_path: Path) -> None:
-    loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_DEADLINE": "5"}, storage_options={"a b": 'q"\\'},
+    loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_TIMEOUT": "5"}, storage_options={"a b": 'q"\\'},
                          sidecars={"k.v": {"indices_from": "full", "bytes_per_page": 8}})
     again = tmp_path / "again.toml"
     again.write_text(as_toml(loaded.values))
     assert load_config(again, env={}) == loaded.config
-    assert "# environment variable ASYNCCACHE_CLOSE_DEADLINE" in again.read_text()
+    assert "# environment variable ASYNCCACHE_CLOSE_TIMEOUT" in again.read_text()
 
 
 def test_secrets_are_not_shown(kv: Path) -> None:

@@ -18,8 +18,7 @@ from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.settings import ComponentKind
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node, Root
+from asynccache.core.tree import PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
 from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
 

@@ -37,7 +37,7 @@ class Worker:
             self.loaded += lease.hits.host
             self._prefill(lease, tokens)
             ready = self.engine.stream.record()
-            await lease.commit(tokens, ready=ready)
+            await lease.commit(tokens, after=ready)
             lease.release(after=self.engine.stream.record())
 
     def _prefill(self, lease: Lease, tokens: Sequence[int]) -> None:

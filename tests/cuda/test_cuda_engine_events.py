@@ -119,7 +119,7 @@ async def test_a_backup_waits_on_the_device_for_the_engines_event(simulated_devi
         engine.driver.hold(engine.handle)
         async with cache.lease(tokens) as lease:
             engine.driver.compute(engine.handle, lambda: compute(cache, lease, tokens))
-            await lease.commit(tokens, ready=recorded(engine, kind))
+            await lease.commit(tokens, after=recorded(engine, kind))
             await turns(50)
             assert cache.statistics().stages["backup_host"].ops == 0
             engine.driver.resume()
@@ -275,7 +275,7 @@ async def _call(lease: Lease, call: str, event: object) -> None:
     if call == "release":
         lease.release(after=event)
     else:
-        await lease.commit(text(2), ready=event)
+        await lease.commit(text(2), after=event)
 
 
 async def test_engines_threads_name_their_events_too(simulated_device: Make) -> None:
@@ -289,7 +289,7 @@ async def test_engines_threads_name_their_events_too(simulated_device: Make) -> 
 
         def work() -> None:
             event = recorded(engine, CupyEvent)
-            asyncio.run_coroutine_threadsafe(lease.commit(text(2), ready=event), loop).result(10)
+            asyncio.run_coroutine_threadsafe(lease.commit(text(2), after=event), loop).result(10)
             loop.call_soon_threadsafe(lease.release, event)
 
         await asyncio.to_thread(work)

@@ -340,7 +340,7 @@ async def carefully(worker: Worker, tokens: Sequence[int]) -> None:
         worker.loaded += lease.hits.host
         worker._prefill(lease, tokens)
         await lease.loaded()
-        await lease.commit(tokens, ready=worker.engine.stream.record())
+        await lease.commit(tokens, after=worker.engine.stream.record())
         lease.release(after=worker.engine.stream.record())
 
 

@@ -182,7 +182,7 @@ class World:
         self._once: dict[str, Any] = {}
 
     async def open(self) -> None:
-        config = settings(device=16, host=32, swa=14, mamba=8, storage="memory:?name=own", close_deadline=0.5)
+        config = settings(device=16, host=32, swa=14, mamba=8, storage="memory:?name=own", close_timeout=0.5)
         self.cache = await self._stack.enter_async_context(AsyncCache(config, device=self._device))
         self._tasks = asyncio.all_tasks()
 

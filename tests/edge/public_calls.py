@@ -145,7 +145,7 @@ SETTINGS: Params = {
     "prefetch_threshold": Integer(0), "prefetch_quota": SHARE, "backup_quota": SHARE,
     "prefetch_timeout_base": SECONDS, "prefetch_timeout_per_1k": SECONDS, "prefetch_timeout_max": Number(above=0),
     "load_back_threshold": Integer(0), "max_backup_ops": COUNT, "write_back_watermark": SHARE,
-    "kept_fraction": SHARE, "close_deadline": Number(above=0), "freeze_gc": Flag(),
+    "kept_fraction": SHARE, "close_timeout": Number(above=0), "freeze_gc": Flag(),
     "storage_options": TEXTS,
 }  # fmt: skip
 
@@ -513,7 +513,7 @@ async def _aclose(world: World, given: Given) -> None:
 
 async def _attach(world: World, given: Given) -> None:
     async def and_detach(**arguments: Any) -> None:
-        await world.cache.detach_storage(await world.cache.attach_storage(**arguments), drain=False)
+        await world.cache.detach_storage(await world.cache.attach_storage(**arguments), timeout=0)
 
     await called(and_detach, {"storage": MemoryBackend(), "name": "other"}, given)
 
@@ -526,7 +526,7 @@ async def _detach(world: World, given: Given) -> None:
 
     await called(attached, {"name": "other"}, given)
     if "other" in world.cache.stores:
-        await world.cache.detach_storage("other", drain=False)
+        await world.cache.detach_storage("other", timeout=0)
 
 
 # leases
@@ -629,21 +629,21 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.AsyncCache.lease": Case(
         _lease,
-        {"tokens": Tokens(1), "new_tokens": Integer(0), "extra_key": Namespace(), "prefetch": Thing(optional=True),
+        {"tokens": Tokens(1), "new_tokens": Integer(0), "namespace": Namespace(), "prefetch": Thing(optional=True),
          "wait": Flag(), "timeout": Number(0, optional=True), "states": Integer(0, optional=True),
          "chunk": Integer(1, optional=True), "swa_chunk": Integer(1, optional=True), "shorter": Flag(),
          "shared_tokens": Integer(0, optional=True)},
         books=True,
     ),
-    "asynccache.AsyncCache.match": of_cache("match", {"tokens": Tokens(), "extra_key": Namespace()}),
-    "asynccache.AsyncCache.explain": of_cache("explain", {"tokens": Tokens(), "extra_key": Namespace()}),
-    "asynccache.AsyncCache.prefetch": Case(_prefetch, {"tokens": Tokens(), "extra_key": Namespace()}, books=True),
+    "asynccache.AsyncCache.match": of_cache("match", {"tokens": Tokens(), "namespace": Namespace()}),
+    "asynccache.AsyncCache.explain": of_cache("explain", {"tokens": Tokens(), "namespace": Namespace()}),
+    "asynccache.AsyncCache.prefetch": Case(_prefetch, {"tokens": Tokens(), "namespace": Namespace()}, books=True),
     "asynccache.AsyncCache.keep": Case(
-        _keep, {"tokens": Tokens(), "ttl": Number(above=0), "extra_key": Namespace()}, books=True
+        _keep, {"tokens": Tokens(), "ttl": Number(above=0), "namespace": Namespace()}, books=True
     ),
     "asynccache.AsyncCache.flush": of_cache("flush", {"timeout": Number(0, optional=True)}),
-    "asynccache.AsyncCache.invalidate": of_cache("invalidate", {"extra_key": Namespace()}),
-    "asynccache.AsyncCache.aclose": Case(_aclose, {"deadline": Number(optional=True)}, books=True),
+    "asynccache.AsyncCache.invalidate": of_cache("invalidate", {"namespace": Namespace()}),
+    "asynccache.AsyncCache.aclose": Case(_aclose, {"timeout": Number(optional=True)}, books=True),
     "asynccache.AsyncCache.attach_storage": Case(
         _attach,
         {"storage": Depends(Text()), "options": These("None", "{}"), "name": Depends(Text(optional=True)),
@@ -651,14 +651,14 @@ CALLS: dict[str, Case] = {
         books=True,
     ),
     "asynccache.AsyncCache.detach_storage": Case(
-        _detach, {"name": Depends(Text(optional=True)), "drain": OneOf(Flag(), Number(0))}, books=True,
+        _detach, {"name": Depends(Text(optional=True)), "timeout": Number(0, optional=True)}, books=True,
         names={"name": "store"},
     ),
     "asynccache.PrefetchHandle": plain(
         PrefetchHandle,
         {"prefetch": Thing(), "key": Unchecked("cache.prefetch has checked it"),
-         "extra_key": Unchecked("cache.prefetch has checked it")},
-        key=b"", extra_key=None,
+         "namespace": Unchecked("cache.prefetch has checked it")},
+        key=b"", namespace=None,
     ),
     # a lease
     "asynccache.Lease.advance": of_lease(
@@ -682,7 +682,7 @@ CALLS: dict[str, Case] = {
         "page_table", {"component": Text(("full", "swa"))}, lambda world, lease: {"component": "full"}
     ),
     "asynccache.Lease.commit": of_lease(
-        "commit", {"tokens": Tokens(3 * PAGE + 1), "ready": EVENT, "checkpoint": Thing(optional=True)}, _commits
+        "commit", {"tokens": Tokens(3 * PAGE + 1), "after": EVENT, "checkpoint": Thing(optional=True)}, _commits
     ),
     "asynccache.Lease.commit (checkpoint)": Case(_commit_position, {"position": Integer(8, 8)}, books=True),
     "asynccache.Lease.commit (state)": Case(_commit_slot, {"slot": Depends(Integer(0, 7))}, books=True),
@@ -697,13 +697,13 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache_shim.Request": Case(
         _request,
-        {"tokens": Depends(Tokens(1)), "limits": Thing(optional=True), "priority": Integer(), "extra_key": Namespace(),
+        {"tokens": Depends(Tokens(1)), "limits": Thing(optional=True), "priority": Integer(), "namespace": Namespace(),
          "sampling": Thing(optional=True), "ended": Flag(), "publishes": Function(optional=True)},
     ),
     "asynccache_shim.Request.next_token": Case(_next_token, {"index": Integer(0)}),
     "asynccache_shim.Request (attributes)": Case(
         _late_attribute,
-        {"tokens": Depends(Tokens(1)), "limits": Thing(), "priority": Integer(), "extra_key": Namespace(),
+        {"tokens": Depends(Tokens(1)), "limits": Thing(), "priority": Integer(), "namespace": Namespace(),
          "sampling": Thing(), "ended": Flag(), "publishes": Function(optional=True)},
         books=True,
     ),
@@ -774,7 +774,7 @@ CALLS: dict[str, Case] = {
         name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"], slots=[0])
        for name in ("get", "put")},
     "asynccache.storage.Pages.clear": of_pages("clear", {"timeout": WITHIN}),
-    "asynccache.storage.Pages.close": Case(_pages_close, {"deadline": Number(0)}),
+    "asynccache.storage.Pages.close": Case(_pages_close, {"timeout": Number(0)}),
     "asynccache.storage.ParsedUrl.allow_only": of_url(
         "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
     ),

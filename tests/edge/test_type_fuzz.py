@@ -116,7 +116,7 @@ REMOVED = [
     ("integer", "states", "asynccache.AsyncCache.lease"),
     ("integer", "chunk", "asynccache.AsyncCache.lease"),
     ("flag", "wait", "asynccache.AsyncCache.lease"),
-    ("namespace", "extra_key", "asynccache.AsyncCache.match"),
+    ("namespace", "namespace", "asynccache.AsyncCache.match"),
     ("number", "ttl", "asynccache.AsyncCache.keep"),
     ("number", "deadline", "asynccache.AsyncCache.aclose"),
     ("integer", "tokens", "asynccache.Lease.extend"),

@@ -136,7 +136,7 @@ class Served:
         slots = self.cache.statistics().device
         states = slots["mamba"].capacity if "mamba" in slots else None
         count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * config.page_size
-        async with self.cache.lease([0], new_tokens=count - 1, extra_key="filler", states=states):
+        async with self.cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
             pass
 
     async def empty_host(self) -> None:
@@ -146,7 +146,7 @@ class Served:
         total = self.cache.statistics().host["full"].capacity * config.page_size
         for seed in range(-(-2 * total // device)):
             filler = prompt(device, seed=-1 - seed)
-            async with self.cache.lease(filler, extra_key="filler") as lease:
+            async with self.cache.lease(filler, namespace="filler") as lease:
                 checkpoint = (device, int(lease.states[1])) if self.model.layout.recurrent else None
                 await lease.commit(filler, checkpoint=checkpoint)
             await settled(self.cache)

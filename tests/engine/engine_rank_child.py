@@ -138,7 +138,7 @@ def _config(job: Job, topology: Topology) -> CacheConfig:
     )  # fmt: skip
     return shard(topology, 0, CacheConfig(
         model="qwen3", components=(full,), page_size=PAGE, prefetch_threshold=PAGE, storage=job.storage,
-        prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, close_deadline=60.0,
+        prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, close_timeout=60.0,
     ))  # fmt: skip
 
 

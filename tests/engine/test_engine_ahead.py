@@ -96,7 +96,7 @@ def test_namespaces_do_not_wait_for_each_other() -> None:
         with held_back(batching._model, 0) as (there, go):
             before = batching.add_request(prompt(5, seed=9), max_new_tokens=1)
             assert there.wait(20)
-            twins = [batching.add_request(each, max_new_tokens=NEW, eos_token_id=-1, extra_key=key)
+            twins = [batching.add_request(each, max_new_tokens=NEW, eos_token_id=-1, namespace=key)
                      for each, key in zip(TWINS, ("a", "b", "a"), strict=False)]  # fmt: skip
             go.set()
         assert [twin.result(20) for twin in twins] == all_wanted("llama", TWINS[:3])

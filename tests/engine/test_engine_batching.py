@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending
+from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attention
 from asynccache_shim import Finish, Scheduler
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -89,7 +89,7 @@ def empty_device(batching: ContinuousBatching | PrefixCache) -> None:
         slots = batching._cache.statistics().device
         states = slots["mamba"].capacity if "mamba" in slots else None
         count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * batching._layout.page_size
-        async with batching._cache.lease([0], new_tokens=count - 1, extra_key="filler", states=states):
+        async with batching._cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
             pass
 
     batching._loop.call(taken())
@@ -283,7 +283,7 @@ def test_threads_share_one_cache(llama: ContinuousBatching) -> None:
 
 def test_namespaces_share_nothing(llama: ContinuousBatching) -> None:
     for key in (None, "a", b"b", "a"):
-        done = llama.generate_batch([prompt(45)], max_new_tokens=2, extra_key=key)
+        done = llama.generate_batch([prompt(45)], max_new_tokens=2, namespace=key)
     assert done[0].hits == (40, 0, 0)
     assert llama.counts == Counts(4 * 45, 40, 0, 0)
 
@@ -450,7 +450,7 @@ def test_an_idle_one_uses_no_processor(llama: ContinuousBatching) -> None:
     ({"tokens": [1] * 500, "max_new_tokens": 20}, "tokens: 500 tokens and 20 new ones are more than the model's 512"),
     ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ({"eos_token_id": "x"}, "eos_token_id='x'"),
-    ({"extra_key": 3}, "extra_key=3"),
+    ({"namespace": 3}, "namespace=3"),
     ({"temperature": 0.5}, "temperature"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(llama: ContinuousBatching, given: dict[str, Any], said: str) -> None:
@@ -526,7 +526,7 @@ def test_one_prompt_that_is_none_is_named_and_none_is_begun(llama: ContinuousBat
 
 def test_a_model_that_is_wrong_in_common_steps_is_computed_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: its caps are lost, as in transformers' own continuous batching."""
-    monkeypatch.setattr(attending, "options_of", lambda given, module: {})
+    monkeypatch.setattr(attention, "options_of", lambda given, module: {})
     model = make("gemma2", attn_logit_softcapping=1.0)
     with ContinuousBatching(model, **SIZES, name="gemma2") as batching:
         assert not batching._layout.packed
@@ -605,7 +605,7 @@ def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:
     class Layer:
         is_causal, num_key_value_groups, training = True, 1, False
 
-    attending.replace_attention()
+    attention.replace_attention()
     registered = transformers.AttentionInterface()["sdpa"]
     usual = registered.__closure__[0].cell_contents
     query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))

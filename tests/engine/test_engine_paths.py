@@ -99,8 +99,8 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
         async with Served(engine.cache, family, weights=1) as other:
             for round_ in range(2):
                 one, two, three = await asyncio.gather(
-                    engine.check(prompt(40), extra_key="one"),
-                    other.check(prompt(40), extra_key="two"),
+                    engine.check(prompt(40), namespace="one"),
+                    other.check(prompt(40), namespace="two"),
                     engine.check(prompt(30)),
                 )
                 assert (one.cached, two.cached, three.cached) == ((32, 32, 24) if round_ else (0, 0, 0))

@@ -180,7 +180,7 @@ def test_what_has_no_room_is_generated_without_it() -> None:
     ({"position_ids": torch.arange(4)[None]}, "position_ids=.*: they follow from the tokens"),
     ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "attention_mask: rows must be padded on the left"),
     ({"attention_mask": torch.ones(1, 3)}, r"attention_mask: its shape is \(1, 3\)"),
-    ({"extra_key": 3}, "extra_key"),
+    ({"namespace": 3}, "namespace"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(cached: PrefixCache, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

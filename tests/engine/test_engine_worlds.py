@@ -28,7 +28,7 @@ async def play(engine: Served, rng: random.Random) -> list[Request]:
         for i in range(REQUESTS):
             text = [*prompt(rng.randrange(1, 70), seed=rng.randrange(4)), *prompt(rng.randrange(1, 5), seed=i + 10)]
             request = Request(text, Limits(rng.randrange(1, 24)), priority=rng.randrange(2),
-                              extra_key=rng.choice([None, "other"]))  # fmt: skip
+                              namespace=rng.choice([None, "other"]))  # fmt: skip
             asked.append(scheduler.submit(request))
             for _ in range(rng.randrange(200)):
                 await asyncio.sleep(0)

@@ -15,8 +15,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheFull, LoadFailed
 from asynccache.config import CacheConfig
 from asynccache.core.plan import Medium
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import PRESENT, Node
 from asynccache.events import Mirror, Notice, StorageReport
 from asynccache.events.announcer import Announcer, block_hash
 from asynccache.memory.cpu import CpuDevice
@@ -134,7 +133,7 @@ class World:
     async def serve(self) -> None:
         tokens = self.prompt()
         try:
-            async with self.cache.lease(tokens, extra_key=self.random.choice((None, None, "tenant"))) as lease:
+            async with self.cache.lease(tokens, namespace=self.random.choice((None, None, "tenant"))) as lease:
                 await lease.loaded()
                 compute(self.cache, lease, tokens)
                 await lease.commit(tokens)

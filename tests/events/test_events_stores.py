@@ -86,7 +86,7 @@ async def test_the_mirror_equals_the_stores_as_they_come_and_go(
 async def change(cache: AsyncCache, backends: dict[str, StorageBackend], random: Random) -> None:
     name = random.choice("ab")
     if name in cache.stores:
-        await cache.detach_storage(name, drain=random.random() < 0.5)
+        await cache.detach_storage(name, timeout=None if random.random() < 0.5 else 0)
     else:
         await cache.attach_storage(backends[name], name=name, backfill=random.random() < 0.5)
 
@@ -146,7 +146,7 @@ async def test_many_keys_that_leave_are_told_in_slices() -> None:
         keys = next(iter(parts(cache).announcer._keys.values()))  # type: ignore[union-attr]
         keys.update(i.to_bytes(32, "big") for i in range(10_000))
         reader.notices.clear()
-        await cache.detach_storage(drain=False)
+        await cache.detach_storage(timeout=0)
         sizes = [len(notice.keys) for notice in reader.notices if isinstance(notice, StorageReport)]
         assert sum(sizes) == 10_000
         assert max(sizes) <= 4096

@@ -88,7 +88,7 @@ async def test_its_decoder_reads_what_a_cache_publishes(vllm: ModuleType) -> Non
     adapter, device = Adapter("sql-v2", lora_name="sql", lora_id=7), CpuDevice()
     with ZmqPublisher(LOCAL, LOCAL, gather=0.0, topic="kv", rank=1) as publisher:
         async with AsyncCache(settings(host=16), device=device, on_event=publisher) as cache:
-            async with cache.lease(text(4), extra_key=adapter) as lease:
+            async with cache.lease(text(4), namespace=adapter) as lease:
                 compute(cache, lease, text(4))
                 await lease.commit(text(4))
             await cache.flush()

@@ -168,11 +168,11 @@ async def test_vllm_reads_which_adapter_a_block_is_of() -> None:
     notices: list[Notice] = []
     device = CpuDevice()
     async with AsyncCache(settings(), device=device, on_event=notices.append) as cache:
-        for extra_key in (ADAPTER, "tenant", Adapter("code"), None):
-            async with cache.lease(text(2), extra_key=extra_key) as lease:
+        for namespace in (ADAPTER, "tenant", Adapter("code"), None):
+            async with cache.lease(text(2), namespace=namespace) as lease:
                 compute(cache, lease, text(2))
                 await lease.commit(text(2))
-        async with cache.lease(text(3), extra_key="sql-v2") as lease:
+        async with cache.lease(text(3), namespace="sql-v2") as lease:
             assert lease.hits.device == len(text(2)), "an adapter's pages are found by its key"
             compute(cache, lease, text(3))
             await lease.commit(text(3))

@@ -133,7 +133,7 @@ def test_a_token_that_the_model_has_not_is_named() -> None:
 def test_a_prompt_alone_is_text_or_tokens_or_messages() -> None:
     for body in ({"tokens": [1, 2]}, {"prompt": [1, 2]}, {"model": "m", "prompt": [[1, 2]]}):
         assert parse_prompt(json.dumps(body).encode()) == ([1, 2], None)
-    assert parse_prompt(json.dumps({"messages": HELLO, "extra_key": "a"}).encode()) == (HELLO, "a")
+    assert parse_prompt(json.dumps({"messages": HELLO, "namespace": "a"}).encode()) == (HELLO, "a")
     for wrong in (b"{}", b'{"prompt": "a", "tokens": [1]}', b'{"prompt": "a", "stream": true}'):
         with pytest.raises(ApiError):
             parse_prompt(wrong)

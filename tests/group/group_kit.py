@@ -314,17 +314,17 @@ class GroupWorld:
         assert local is not None
         return local
 
-    async def serve(self, text: Sequence[int], extra_key: str | None = None, **terms: Any) -> int:
+    async def serve(self, text: Sequence[int], namespace: str | None = None, **terms: Any) -> int:
         """Serve one request to its end, again if a load fails. Returns how many tokens were cached."""
         while True:
-            async with self.cache.lease(text, extra_key=extra_key, **terms) as lease:
+            async with self.cache.lease(text, namespace=namespace, **terms) as lease:
                 cached = lease.cached
-                number = self.compute(lease, list(text), extra_key)
+                number = self.compute(lease, list(text), namespace)
                 try:
                     await lease.loaded()
                     whole = len(text) % PAGE == 0 and len(lease.states) > 1
                     checkpoint = (len(text), int(lease.states[-1])) if whole else None
-                    await lease.commit(text, ready=number, checkpoint=checkpoint)
+                    await lease.commit(text, after=number, checkpoint=checkpoint)
                 except LoadFailed:
                     self.void.add(number)
                     lease.release(after=number)
@@ -332,9 +332,9 @@ class GroupWorld:
                 lease.release(after=number)
                 return cached
 
-    def compute(self, lease: Lease, text: list[int], extra_key: str | None = None) -> int:
+    def compute(self, lease: Lease, text: list[int], namespace: str | None = None) -> int:
         """Have all engines compute ``text`` beyond its cached part. Returns the batch's number."""
-        task: Task = task_for(lease, extra_key, text, self.names)
+        task: Task = task_for(lease, namespace, text, self.names)
         return self.cache.send_batch(task.payload(), [lease])
 
     def known_to_fail(self) -> frozenset[int]:

@@ -46,7 +46,7 @@ async def live(config: CacheConfig, address: str, topology: Topology, hits: list
                         number = cache.send_batch(json.dumps(task).encode(), [lease])
                         await lease.loaded()
                         hits.append(lease.cached // PAGE)
-                        await lease.commit(tokens, ready=number)
+                        await lease.commit(tokens, after=number)
                         lease.release(after=number)
                 if not endless:
                     break

@@ -159,7 +159,7 @@ def _config(random: Random, calm: bool) -> CacheConfig:
         "write_policy": random.choice((*[WritePolicy.WRITE_THROUGH] * 3, *WritePolicy)),
         "prefetch_policy": random.choice(list(PrefetchPolicy)), "prefetch_timeout_base": 0.05, "prefetch_quota": 1.0,
         "load_back_threshold": random.choice((0, 0, 8)), "max_backup_ops": random.choice((1, 4, 256)),
-        "window": random.choice((3, 6, 10)), "close_deadline": 20.0,
+        "window": random.choice((3, 6, 10)), "close_timeout": 20.0,
     }  # fmt: skip
     if calm:
         more |= {"write_policy": WritePolicy.WRITE_THROUGH, "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE,
@@ -304,7 +304,7 @@ class RandomWorld:
             return
         space, text = self.published[-1]
         prompt = [*text[: len(text) // PAGE * PAGE], 7]
-        handle = self.world.cache.prefetch(prompt, extra_key=space)
+        handle = self.world.cache.prefetch(prompt, namespace=space)
         await handle
         cached = await self.world.serve(prompt, space, prefetch=handle)
         assert cached == len(prompt) - 1, f"{cached} of {len(text)} tokens were found again"
@@ -409,13 +409,13 @@ class RandomWorld:
             case "flush":
                 await cache.flush()
             case "keep":
-                await cache.keep(text or [0], ttl=0.1, extra_key=space)
+                await cache.keep(text or [0], ttl=0.1, namespace=space)
                 await asyncio.sleep(0.1)
             case "match":
-                await cache.match(text or [0], extra_key=space)
+                await cache.match(text or [0], namespace=space)
                 cache.statistics()
             case "prefetch":
-                handle = cache.prefetch(text or [0], extra_key=space)
+                handle = cache.prefetch(text or [0], namespace=space)
                 await asyncio.sleep(random.random() * 0.02)
                 handle.cancel()
                 await handle
@@ -430,7 +430,7 @@ class RandomWorld:
         cache = self.world.cache
         try:
             if "guest" in cache.stores:
-                await cache.detach_storage("guest", drain=random.choice((True, False)))
+                await cache.detach_storage("guest", timeout=random.choice((None, 0)))
                 self.report.met["detached"] += 1
             else:
                 write, promote = random.choice(("yes", "yes", "no")), random.choice(("yes", "no"))
@@ -493,7 +493,7 @@ class Request:
             AsyncCacheError: the group has failed.
             AssertionError: it was not served.
         """
-        handle = self.cache.prefetch(self.prompt, extra_key=self.space) if self.random.random() < 0.5 else None
+        handle = self.cache.prefetch(self.prompt, namespace=self.space) if self.random.random() < 0.5 else None
         try:
             for _ in range(ATTEMPTS):
                 if await self._attempt(handle):
@@ -526,7 +526,7 @@ class Request:
         if handle is not None and random.random() < self.awaits:
             await handle
         lease = self.cache.lease(
-            self.prompt, new_tokens=self.new, extra_key=self.space, prefetch=handle, wait=random.random() < 0.9,
+            self.prompt, new_tokens=self.new, namespace=self.space, prefetch=handle, wait=random.random() < 0.9,
             timeout=random.choice((None, None, None, 1.0)),
         )  # fmt: skip
         async with lease:
@@ -581,7 +581,7 @@ class Request:
             await self.cache.batch_ended(number)
         whole = len(text) % PAGE == 0 and len(lease.states) > 1
         checkpoint = (len(text), int(lease.states[-1])) if whole else None
-        await lease.commit(text, ready=None if waits else number, checkpoint=checkpoint)
+        await lease.commit(text, after=None if waits else number, checkpoint=checkpoint)
         self.owner.said.append((self.space, text))
         if len(text) > PAGE:
             self.owner.published.append((self.space, text))

@@ -45,7 +45,7 @@ def test_a_backup_waits_for_a_batch_once_however_many_commits_named_it() -> None
             async with cache.lease(text(3)) as lease:
                 number = world.compute(lease, text(3))
                 for pages in (1, 2, 3):
-                    await lease.commit(text(pages), ready=number)
+                    await lease.commit(text(pages), after=number)
                 lease.release(after=number)
             await cache.flush()
             assert after == [(number,)] * len(after)

@@ -305,7 +305,7 @@ def test_stores_come_and_go_while_requests_run_on_all_workers_at_the_same_place(
             for turn in range(6):
                 await cache.attach_storage(GUEST, name="guest", position=turn % 2)
                 await asyncio.sleep(0.2)
-                await cache.detach_storage("guest", drain=bool(turn % 3))
+                await cache.detach_storage("guest", timeout=None if turn % 3 else 0)
                 assert not any(backend.holding for backend in world.guests.values())
             await cache.detach_storage()
             assert [len(server.local.stores) for server in servers(world)] == [0] * 4

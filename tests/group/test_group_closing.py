@@ -96,7 +96,7 @@ def test_a_store_that_hangs_when_it_is_closed_delays_the_cache_no_longer_than_it
         said = ""
         try:
             async with asyncio.timeout(120.0):
-                said = str((await cache.aclose(deadline=5.0)).error)
+                said = str((await cache.aclose(timeout=5.0)).error)
         except BackendError as error:
             said = str(error)
         assert loop.time() - begun <= 5.0 + 2 * LATE + 1.0
@@ -140,7 +140,7 @@ def test_a_worker_that_lags_finishes_its_batches_before_the_cache_takes_its_page
             for _ in range(3):
                 async with cache.lease(text(2)) as lease:
                     number = cache.send_batch(b"", [lease])
-                    await lease.commit(text(2), ready=number)
+                    await lease.commit(text(2), after=number)
                     lease.release(after=number)
             begun = loop.time()
             await cache.aclose(30.0 if patient else 1.0)
@@ -338,14 +338,14 @@ def test_a_worker_whose_store_hangs_while_it_is_closed_ends_within_the_time_out(
             world.process(1).link.peer.cut()
         else:
             with suppress(BackendError):
-                await cache.aclose(deadline=1.0)
+                await cache.aclose(timeout=1.0)
         begun = loop.time()
         async with asyncio.timeout(120.0):
             await world.process(1).ended()
         assert loop.time() - begun <= TIMEOUT + 1.0
         go.set()
         with suppress(BackendError):
-            await cache.aclose(deadline=1.0)
+            await cache.aclose(timeout=1.0)
         await world.group.ended()
         await asyncio.sleep(1.0)
         await world.aclose()

@@ -29,8 +29,8 @@ def test_an_event_or_a_number_that_was_not_sent_is_refused_by_name_and_the_lease
                     for call in calls:
                         with pytest.raises(ConfigError, match=why):
                             call()
-                    with pytest.raises(ConfigError, match=f"commit: ready: .*{why}"):
-                        await lease.commit(text(2), ready=odd)
+                    with pytest.raises(ConfigError, match=f"commit: after: .*{why}"):
+                        await lease.commit(text(2), after=odd)
                     with pytest.raises(ConfigError, match=why):
                         await cache.batch_ended(odd)  # type: ignore[arg-type]
                 assert len(lease.pages) == 2
@@ -39,7 +39,7 @@ def test_an_event_or_a_number_that_was_not_sent_is_refused_by_name_and_the_lease
                 lease.adopt(after=number)
                 lease.advance(8, after=number)
                 lease.truncate(8, after=number)
-                await lease.commit(text(2), ready=number)
+                await lease.commit(text(2), after=number)
                 lease.release(after=number)
             world.idle()
         await world.aclose()
@@ -140,7 +140,7 @@ def test_a_copy_waits_for_a_batch_that_has_no_event_yet_and_others_go_on() -> No
             for seed in (0, 1):
                 async with cache.lease(text(2, seed=seed)) as lease:
                     numbers.append(cache.send_batch(b"", [lease]))
-                    await lease.commit(text(2, seed=seed), ready=numbers[-1])
+                    await lease.commit(text(2, seed=seed), after=numbers[-1])
                     lease.release(after=numbers[-1])
             own.end_batch(1)
             own.end_batch(2)

@@ -51,7 +51,7 @@ def test_a_batch_that_fails_on_one_rank_leaves_at_once_and_its_pages_when_all_ha
             tokens = text(4)
             async with cache.lease(tokens) as lease:
                 number = cache.send_batch(b"", [lease])
-                await lease.commit(tokens, ready=number)
+                await lease.commit(tokens, after=number)
                 lease.release(after=number)
             batch = await failing.heard(number)
             assert batch is not None
@@ -85,7 +85,7 @@ def test_whoever_has_heard_of_the_failure_finds_nothing_and_holders_learn_of_it(
             tokens = text(2)
             async with cache.lease(tokens) as lease:
                 number = cache.send_batch(b"", [lease])
-                await lease.commit(tokens, ready=number)
+                await lease.commit(tokens, after=number)
                 lease.release(after=number)
             async with cache.lease(text(2, extra=1)) as holder:
                 assert holder.cached == 2 * PAGE
@@ -112,4 +112,4 @@ def test_whoever_has_heard_of_the_failure_finds_nothing_and_holders_learn_of_it(
 async def lease_again(world: GroupWorld, number: int) -> None:
     """Commit with a batch that is known to have failed."""
     async with world.cache.lease(text(2, seed=3)) as lease:
-        await lease.commit(text(2, seed=3), ready=number)
+        await lease.commit(text(2, seed=3), after=number)

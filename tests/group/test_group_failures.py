@@ -309,7 +309,7 @@ def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_longer_tha
         world.process(VICTIM).link.fall_silent()
         begun = loop.time()
         try:
-            said = str((await cache.aclose(deadline=5.0)).error)
+            said = str((await cache.aclose(timeout=5.0)).error)
         except BackendError as error:  # all was saved by then
             said = str(error)
         assert "rank 1: had not answered when the cache was to be closed" in said

@@ -99,7 +99,7 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
             await asyncio.sleep(0.1)
             assert [len(server.local.stores) for server in servers(world)] == [1, 1, 1]
             await world.serve(text(2))
-            await cache.detach_storage(drain=1.0)
+            await cache.detach_storage(timeout=1.0)
             assert not any(server.local._stores for server in servers(world))
         await world.aclose()
 

@@ -76,7 +76,7 @@ async def test_explain_by_post_and_by_get() -> None:
         _, _, got = await fetch(server, "/explain?tokens=" + ",".join(map(str, text(4))))
         assert json.loads(posted) == json.loads(got)
         assert json.loads(got)["device"] == 16
-        _, _, other = await fetch(server, "/explain", {"tokens": text(4), "extra_key": "tenant"})
+        _, _, other = await fetch(server, "/explain", {"tokens": text(4), "namespace": "tenant"})
         assert json.loads(other)["device"] == 0
 
 
@@ -84,7 +84,7 @@ async def test_explain_by_post_and_by_get() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [("/", None, 404), ("/explain?tokens=a", None, 400), ("/explain", {"tokens": "abc"}, 400),
-     ("/explain", {"tokens": [1, -5]}, 400), ("/explain", {"tokens": [1], "extra_key": 3}, 400),
+     ("/explain", {"tokens": [1, -5]}, 400), ("/explain", {"tokens": [1], "namespace": 3}, 400),
      ("/explain", [1], 400)],
 )  # fmt: skip
 async def test_what_cannot_be_answered_is_said(path: str, body: Any, status: int) -> None:

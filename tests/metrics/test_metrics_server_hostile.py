@@ -61,7 +61,7 @@ def get(page: str, version: str = "HTTP/1.1") -> bytes:
      b'{"tokens": [' + b"9" * 5000 + b"]}", b'{"tokens": [99999999999999999999]}', b'{"tokens": [NaN]}', b"null",
      b'{"tokens": [1e400]}', b'{"tokens": [true]}', b'{"tokens": [1.0]}',
      b'{"tokens": {"1": 2}}', b'{"tokens": [-1]}', b'{"tokens": [[1]]}',
-     b'{"tokens": [1], "extra_key": "\\ud800"}', b'{"tokens": [1], "extra_key": ["a"]}', b'{"tokens": null}'],
+     b'{"tokens": [1], "namespace": "\\ud800"}', b'{"tokens": [1], "namespace": ["a"]}', b'{"tokens": null}'],
 )  # fmt: skip
 async def test_what_explain_cannot_use_is_a_400(body: bytes) -> None:
     async with exposed() as found:

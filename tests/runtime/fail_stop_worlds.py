@@ -27,12 +27,11 @@ from asynccache import (
     PrefetchHandle,
     SlidingWindow,
 )
-from asynccache.core import duel, eviction, ledger, reuse
+from asynccache.core import eviction, ledger, policies
 from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
 from asynccache.core.plan import Failing, Outcome, Status
-from asynccache.core.policies import POLICIES
-from asynccache.core.reuse import P2c
+from asynccache.core.policies import POLICIES, P2c
 from asynccache.core.settings import CoreConfig
 from asynccache.memory.host_copies import Faults
 from asynccache.runtime import head as parts_module
@@ -138,13 +137,13 @@ async def request(here: Here) -> None:
     tokens = prompt(random)
     pools = here.checked
     key: Any = random.choice((None, None, None, "tenant", Adapter("lora", "name", 3)))
-    handle = cache.prefetch(tokens, extra_key=key) if random.random() < 0.4 else None
+    handle = cache.prefetch(tokens, namespace=key) if random.random() < 0.4 else None
     if handle is not None:
         if random.random() < 0.6:
             await asyncio.sleep(random.choice((0.0, 0.005, 0.03)))
         if random.random() < 0.2:
             handle.cancel()
-    terms: dict[str, Any] = {"new_tokens": random.choice((0, PAGE, 3 * PAGE)), "extra_key": key, "prefetch": handle}
+    terms: dict[str, Any] = {"new_tokens": random.choice((0, PAGE, 3 * PAGE)), "namespace": key, "prefetch": handle}
     if random.random() < 0.3:
         terms[random.choice(("chunk", "swa_chunk"))] = random.choice((1, PAGE, 2 * PAGE))
     terms["wait"] = random.random() < 0.8
@@ -208,7 +207,7 @@ async def _commit(here: Here, lease: Lease, tokens: list[int], pools: tuple[str,
             for wrong in ((3, checkpoint[1]), (checkpoint[0], 99), (1, 2, 3)):
                 with pytest.raises(ConfigError):
                     await lease.commit(tokens[:stop], checkpoint=wrong)  # type: ignore[arg-type]
-    await lease.commit(tokens[:stop], ready=gate(here), checkpoint=checkpoint)
+    await lease.commit(tokens[:stop], after=gate(here), checkpoint=checkpoint)
 
 
 async def anything(here: Here) -> None:
@@ -359,7 +358,7 @@ async def forgotten(here: Here) -> None:
     """Namespaces are forgotten one after another, while leases hold something of them; one is given back twice."""
     cache = here.cache
     driver, core = parts(cache).driver, parts(cache).core
-    async with cache.lease(text(3), extra_key="tenant") as first, cache.lease(text(3)) as second:
+    async with cache.lease(text(3), namespace="tenant") as first, cache.lease(text(3)) as second:
         for lease in (first, second):
             compute(cache, lease, text(3))
             await lease.commit(text(3))
@@ -420,7 +419,7 @@ async def fetching(here: Here) -> None:
     gone = cache.prefetch(text(4, 1) + text(1, 9))
     await asyncio.sleep(0.001)
     late = cache.prefetch(text(4, 2) + text(1, 9))
-    await cache.detach_storage(drain=False)
+    await cache.detach_storage(timeout=0)
     for each in (gone, late):
         with suppress(AsyncCacheError):
             await each
@@ -569,7 +568,7 @@ async def failing(here: Here) -> None:
     async with cache.lease(tokens) as lease:
         await lease.loaded()
         compute(cache, lease, tokens, here.checked)
-        await lease.commit(tokens, ready=ready, checkpoint=(3 * PAGE, int(lease.states[-1])))
+        await lease.commit(tokens, after=ready, checkpoint=(3 * PAGE, int(lease.states[-1])))
     longer = text(3, 1) + text(2, 5, 1)
     async with cache.lease(longer, wait=False, states=0) as holder:  # a copy of a state would wait for ``ready``
         await holder.loaded()
@@ -585,7 +584,7 @@ async def failing(here: Here) -> None:
         async with cache.lease(tokens) as lease:
             await lease.loaded()
             compute(cache, lease, tokens, here.checked)
-            await lease.commit(tokens, ready=ready)
+            await lease.commit(tokens, after=ready)
         if evicted:
             await push_away(here)
         ready.fire(RuntimeError("out of memory"))
@@ -654,7 +653,7 @@ async def disturb(here: Here) -> None:
                 await asyncio.sleep(0.001)
         case 6 | 7:
             if "other" in cache.stores:
-                await cache.detach_storage("other", drain=random.random() < 0.5)
+                await cache.detach_storage("other", timeout=random.choice((None, 0)))
             elif here.config.pools()[0].host_pages:
                 await cache.attach_storage("memory:", name="other", options={"write": random.choice(("yes", "no"))},
                                            backfill=random.random() < 0.7)
@@ -723,7 +722,7 @@ PLAYS: dict[str, Play] = {
 
 def configured(shape: Mapping[str, Any]) -> CacheConfig:
     """Of these ``settings``. ``aux_host``: how much the host has of what is not FULL, as a share of the device's."""
-    terms = {"close_deadline": 5.0, **shape}
+    terms = {"close_timeout": 5.0, **shape}
     share = terms.pop("aux_host", 2)
     config = settings(**terms)
     components: list[Any] = [config.components[0]]
@@ -810,9 +809,9 @@ def grained(steps: int) -> Iterator[None]:
     with (
         patch.object(CacheConfig, "core", small),
         patch.object(eviction, "_SLICE", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
-        patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
-        patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
-        patch.object(duel, "_FEWEST", 4), patch.object(duel, "_ALARM", 4.0),
+        patch.object(policies, "_COHORTS", 2), patch.object(policies, "_MOST_GHOSTS", 4),
+        patch.object(policies, "_PRIOR_BLOCKS", 0.01), patch.object(policies, "_MOST_PAGES", 24),
+        patch.object(policies, "_FEWEST", 4), patch.object(policies, "_ALARM", 4.0),
         patch.object(ledger, "_SHORT", 4), patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield

@@ -103,9 +103,9 @@ def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
     return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
 
 
-def page_hashes(tokens: Sequence[int], extra_key: str | bytes | None = None) -> list[bytes]:
+def page_hashes(tokens: Sequence[int], namespace: str | bytes | None = None) -> list[bytes]:
     key = np.array(tokens, "<i4").tobytes()
-    space = namespace_digest("test", PAGE, extra_key)
+    space = namespace_digest("test", PAGE, namespace)
     stop = len(tokens) // PAGE * PAGE * 4
     hashes = extend_chain(space, key, 0, stop, PAGE * 4)
     return [hashes[i : i + 32] for i in range(0, len(hashes), 32)]

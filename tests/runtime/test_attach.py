@@ -284,7 +284,7 @@ async def test_what_could_not_be_stored_is_said(scheme: Scheme) -> None:
         assert await cache.detach_storage() == (0, 4)
         await cache.attach_storage("gated:", backfill=False)
         scheme.opened[1].gate.clear()
-        detaching = asyncio.create_task(cache.detach_storage(drain=0.05))
+        detaching = asyncio.create_task(cache.detach_storage(timeout=0.05))
         await until(lambda: not cache.stores)
         scheme.opened[1].gate.set()
         assert await detaching == (0, 4)
@@ -296,7 +296,7 @@ async def test_without_draining_it_goes_at_once(scheme: Scheme) -> None:
     config = settings(device=16, host=32, write_policy="write_back", storage="gated:")
     async with opened(config) as cache:
         await serve(cache, text(4))
-        assert await cache.detach_storage(drain=False) == (4, 0)
+        assert await cache.detach_storage(timeout=0) == (4, 0)
         assert pages_of(scheme.opened[0]) == 0
 
 
@@ -314,7 +314,7 @@ async def test_a_request_that_is_fetching_from_it_computes_what_it_did_not_get(s
         first.gate.clear()
         request = asyncio.create_task(serve(cache, text(8, extra=1)))
         await until(lambda: first.inside > 0)
-        detaching = asyncio.create_task(cache.detach_storage("gated", drain=False))
+        detaching = asyncio.create_task(cache.detach_storage("gated", timeout=0))
         await until(lambda: list(cache.stores) == ["other"])
         await turns()
         assert not detaching.done()
@@ -333,7 +333,7 @@ async def test_pages_that_are_being_written_are_let_go_of_before_it_is_closed(sc
         first.gate.clear()
         await serve(cache, text(4))
         await until(lambda: first.inside > 0)
-        detaching = asyncio.create_task(cache.detach_storage("gated", drain=False))
+        detaching = asyncio.create_task(cache.detach_storage("gated", timeout=0))
         await until(lambda: list(cache.stores) == ["other"])
         first.gate.set()
         await detaching
@@ -414,12 +414,12 @@ async def test_the_cache_may_be_closed_while_stores_come_and_go(scheme: Scheme, 
 @pytest.mark.asyncio
 async def test_what_is_forgotten_is_forgotten_in_every_store(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32, storage=("gated:?name=a", "gated:?name=b"))) as cache:
-        await serve(cache, text(4), extra_key=None)
+        await serve(cache, text(4), namespace=None)
         await cache.flush()
         assert [pages_of(backend) for backend in scheme.opened] == [4, 4]
         await cache.invalidate()
         assert [pages_of(backend) for backend in scheme.opened] == [0, 0]
-        await serve(cache, text(4, seed=1), extra_key=None, pools=())
+        await serve(cache, text(4, seed=1), namespace=None, pools=())
         await cache.flush()
         scheme.opened[0].down = True
         await cache.reset()
@@ -484,7 +484,7 @@ class Attachers:
                 if name not in self.cache.stores:
                     await self.cache.attach_storage(url, name=name, position=0 if name == "near" else None)
                 elif self.random.random() < 0.7:
-                    await self.cache.detach_storage(name, drain=self.random.choice((False, 0.01)))
+                    await self.cache.detach_storage(name, timeout=self.random.choice((0, 0.01)))
 
 
 @pytest.mark.asyncio

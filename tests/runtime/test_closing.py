@@ -52,7 +52,7 @@ async def test_aclose_says_what_it_could_not_save_within_the_deadline() -> None:
     async with opened(settings(host=32), storage=storage, idle=False) as cache:
         await serve(cache, text(6))
         await until(lambda: storage.writing == 1)
-        report = await cache.aclose(deadline=0.01)
+        report = await cache.aclose(timeout=0.01)
         assert (report.unsaved_host, report.unsaved_storage, report.error) == (0, 6, None)
         assert storage.writing == 0, "closing returns after the store has let go"
     await storage.aclose()
@@ -129,8 +129,8 @@ async def test_invalidate_forgets_a_namespace_on_every_tier() -> None:
     await storage.aclose()
 
 
-async def serve_in(cache: AsyncCache, extra_key: str) -> None:
-    async with cache.lease(text(4), extra_key=extra_key) as lease:
+async def serve_in(cache: AsyncCache, namespace: str) -> None:
+    async with cache.lease(text(4), namespace=namespace) as lease:
         await lease.commit(text(4))
 
 
@@ -215,7 +215,7 @@ async def test_events_are_told_in_order_and_host_events_after_their_ack() -> Non
     async with opened(settings(host=16), device=device, on_event=hear) as cache:
         ready = device.gate()
         async with cache.lease(text(3)) as lease:
-            await lease.commit(text(3), ready=ready)
+            await lease.commit(text(3), after=ready)
         await turns()
         assert isinstance(heard[0], Opened)
         assert [event.medium.value for event in events] == ["GPU"]

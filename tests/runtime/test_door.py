@@ -117,14 +117,14 @@ async def test_a_lease_enters_the_namespace_that_there_is_when_it_is_entered(alo
     """It was asked for before its namespace was invalidated, alone or with all others. It finds nothing of before, and
     what it commits is found by those after it."""
     async with opened(settings(device=16)) as cache:
-        async with cache.lease(text(3), extra_key="tenant") as first:
+        async with cache.lease(text(3), namespace="tenant") as first:
             await first.commit(text(3))
-        late = cache.lease(text(3), extra_key="tenant")
+        late = cache.lease(text(3), namespace="tenant")
         await (cache.invalidate("tenant") if alone else cache.reset())
         async with late:
             assert late.cached == 0
             await late.commit(text(3))
-        async with cache.lease(text(3), extra_key="tenant") as after:
+        async with cache.lease(text(3), namespace="tenant") as after:
             assert after.cached == 2 * PAGE
 
 
@@ -140,13 +140,13 @@ async def test_what_was_invalidated_while_a_lease_was_held_decides_whether_it_pu
         async def outdate() -> None:
             await (cache.reset() if outdated == "all" else cache.invalidate(outdated))
 
-        lease = cache.lease(text(3), extra_key="tenant")
+        lease = cache.lease(text(3), namespace="tenant")
         if entered:
             await outdate()
         async with lease:
             await outdate()
             await lease.commit(text(3))
-        assert (await cache.match(text(3), extra_key="tenant")).device == (3 * PAGE if publishes else 0)
+        assert (await cache.match(text(3), namespace="tenant")).device == (3 * PAGE if publishes else 0)
 
 
 @pytest.mark.asyncio

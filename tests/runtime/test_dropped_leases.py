@@ -91,7 +91,7 @@ async def test_dropped_pages_wait_for_the_events_that_the_lease_has_been_told() 
         ready = device.gate()
         lease = await cache.lease(text(2), new_tokens=6 * PAGE).__aenter__()
         compute(cache, lease, text(2))
-        await lease.commit(text(2), ready=ready)
+        await lease.commit(text(2), after=ready)
         with pytest.warns(ResourceWarning):
             del lease
         await turns()

@@ -36,7 +36,7 @@ async def test_a_backup_waits_for_ready() -> None:
     async with opened(settings(host=16), device=device) as cache:
         tokens, ready = text(4), device.gate()
         async with cache.lease(tokens) as lease:
-            await lease.commit(tokens, ready=ready)
+            await lease.commit(tokens, after=ready)
             await turns()
             assert (await cache.match(tokens)).device == 4 * PAGE
             assert cache.statistics().stages["backup_host"].ops == 0
@@ -56,10 +56,10 @@ async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
         first, second = text(2, seed=1), text(2, seed=2)
         async with cache.lease(first) as lease:
             compute(cache, lease, first)
-            await lease.commit(first, ready=earlier)
+            await lease.commit(first, after=earlier)
             await turns()
         async with cache.lease(second) as lease:
-            await lease.commit(second, ready=ready)
+            await lease.commit(second, after=ready)
             assert cache.statistics().core.deferred_backups == 1
             earlier.open()
             await until(lambda: cache.statistics().stages["backup_host"].ops == 1)
@@ -80,7 +80,7 @@ async def test_a_private_copy_waits_for_ready() -> None:
         tokens, ready = text(2), device.gate()
         state = page_hashes(tokens)[-1]
         async with cache.lease(tokens) as lease:
-            await lease.commit(tokens, ready=ready, checkpoint=(2 * PAGE, int(lease.states[1])))
+            await lease.commit(tokens, after=ready, checkpoint=(2 * PAGE, int(lease.states[1])))
             slot = int(lease.states[1]) if lease.states.size > 2 else 1
             async with cache.lease([*tokens, 1]) as other:
                 loaded = asyncio.create_task(other.loaded())
@@ -118,7 +118,7 @@ async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
     async with opened(settings(device=8), device=device) as cache:
         ready = device.gate()
         async with cache.lease(text(2), new_tokens=6 * PAGE) as lease:
-            await lease.commit(text(2), ready=ready)
+            await lease.commit(text(2), after=ready)
         await turns()
         assert cache.statistics().device["full"].free == 0
         ready.open()
@@ -241,7 +241,7 @@ async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> N
         work = device.gate()
         async with cache.lease(text(3, seed=2), new_tokens=PAGE) as lease:
             if how == "commit":
-                await lease.commit(text(3, seed=2), ready=work)
+                await lease.commit(text(3, seed=2), after=work)
             elif how == "advance":
                 lease.advance(2 * PAGE, after=work)
             else:
@@ -268,7 +268,7 @@ async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_
         ready = device.gate()
         async with cache.lease(text(6, seed=2)) as lease:
             written = [slot for slot in lease.page_table("swa").tolist() if slot >= 0]
-            await lease.commit(text(6, seed=2), ready=ready)
+            await lease.commit(text(6, seed=2), after=ready)
             lease.advance(6 * PAGE)
             async with cache.lease(text(2, seed=1, extra=1), wait=False) as other:
                 brought = [slot for slot in other.page_table("swa").tolist() if slot >= 0]
@@ -306,7 +306,7 @@ async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it
             computing = asyncio.create_task(engine(lease))
             await turns(2)
             async with asyncio.timeout(60):
-                await lease.commit(tokens, ready=ready)
+                await lease.commit(tokens, after=ready)
             await computing
     await device.aclose()
 
@@ -329,7 +329,7 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
             async with cache.lease(tokens) as two:
                 loaded = asyncio.create_task(two.loaded())
                 await turns(100)
-                committing = asyncio.create_task(two.commit(tokens, ready=ready))
+                committing = asyncio.create_task(two.commit(tokens, after=ready))
                 await turns(100)
                 first.open()
                 async with asyncio.timeout(60):

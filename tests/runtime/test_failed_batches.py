@@ -39,7 +39,7 @@ async def published(
 ) -> None:
     """A request whose engine has put its work off."""
     async with cache.lease(tokens) as lease:
-        await lease.commit(tokens, ready=ready, checkpoint=checkpoint(lease, tokens))
+        await lease.commit(tokens, after=ready, checkpoint=checkpoint(lease, tokens))
         lease.release(after=ready if after is None else after)
 
 
@@ -145,7 +145,7 @@ async def test_what_was_committed_below_a_failed_batch_leaves_with_it() -> None:
         async with cache.lease(fork) as lease:
             assert lease.cached == 3 * PAGE
             compute(cache, lease, fork)
-            await lease.commit(fork, ready=well)
+            await lease.commit(fork, after=well)
         well.open()
         await fail(cache, ready)
         assert (await cache.match([*fork, 1])).host == PAGE
@@ -163,8 +163,8 @@ async def test_a_lease_publishes_nothing_more_after_one_of_its_batches_has_faile
         first, second = device.gate(), device.gate()
         tokens = text(4)
         async with cache.lease(tokens) as lease:
-            await lease.commit(tokens[: 2 * PAGE], ready=first)
-            await lease.commit(tokens, ready=second)
+            await lease.commit(tokens[: 2 * PAGE], after=first)
+            await lease.commit(tokens, after=second)
             second.open()
             first.fire(ERROR)
             with pytest.raises(LoadFailed):
@@ -184,7 +184,7 @@ async def test_a_commit_that_names_a_batch_which_has_failed_already_publishes_no
         ready.fire(ERROR)
         async with cache.lease(tokens) as lease:
             with pytest.raises(LoadFailed) as caught:
-                await lease.commit(tokens, ready=ready)
+                await lease.commit(tokens, after=ready)
             assert caught.value.valid == 2 * PAGE
             with pytest.raises(LoadFailed):
                 await lease.commit(tokens)
@@ -213,7 +213,7 @@ async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_exp
     async with opened(settings(device=8), device=device) as cache:
         ready = device.gate()
         async with cache.lease(text(4)) as lease:
-            await lease.commit(text(4), ready=ready)
+            await lease.commit(text(4), after=ready)
         assert not cache._opened().holders
         async with asyncio.timeout(5):
             async with cache.lease(text(8, seed=3)) as other:
@@ -264,7 +264,7 @@ async def test_a_cancelled_commit_of_a_batch_that_fails_leaves_nothing() -> None
         for steps in range(4):
             ready, tokens = device.gate(), text(4, seed=steps)
             async with cache.lease(tokens) as lease:
-                committing = asyncio.create_task(lease.commit(tokens, ready=ready))
+                committing = asyncio.create_task(lease.commit(tokens, after=ready))
                 await turns(steps)
                 committing.cancel()
                 await asyncio.wait([committing])
@@ -290,7 +290,7 @@ async def test_pages_that_the_host_had_of_a_failed_batch_are_right_when_they_are
         lease._ask = lease._ask._replace(load=False)  # as if there were no room to load them
         async with lease:
             assert lease.cached == 0
-            await lease.commit(tokens, ready=ready)
+            await lease.commit(tokens, after=ready)
             lease.release(after=ready)
         await fail(cache, ready)
         assert await serve(cache, [*tokens, 1]) in (0, 4 * PAGE)

@@ -60,7 +60,7 @@ async def _adopt(lease: Lease, event: Any) -> None:
 
 
 async def _commit(lease: Lease, event: Any) -> None:
-    await lease.commit(text(3), ready=event)
+    await lease.commit(text(3), after=event)
 
 
 CALLS = [_release, _advance, _truncate, _adopt, _commit]

@@ -19,14 +19,14 @@ PROMPT = text(PAGES, extra=1)
 
 
 @asynccontextmanager
-async def stored(folder: Path, extra_key: str | None = None, **more: int) -> AsyncIterator[AsyncCache]:
+async def stored(folder: Path, namespace: str | None = None, **more: int) -> AsyncIterator[AsyncCache]:
     """A new cache over a file store that has the prompt's pages."""
     config = settings(
         device=2 * PAGES, host=2 * PAGES, storage=f"file:{folder}/kv?capacity=16MiB", prefetch_policy="wait_complete",
         **more,
     )
     async with opened(config) as cache:
-        async with cache.lease(PROMPT, extra_key=extra_key) as lease:
+        async with cache.lease(PROMPT, namespace=namespace) as lease:
             await lease.loaded()
             compute(cache, lease, PROMPT)
             await lease.commit(PROMPT)
@@ -35,8 +35,8 @@ async def stored(folder: Path, extra_key: str | None = None, **more: int) -> Asy
         yield cache
 
 
-async def _found(cache: AsyncCache, handle: PrefetchHandle | None, extra_key: str | None = None) -> int:
-    async with cache.lease(PROMPT, prefetch=handle, extra_key=extra_key) as lease:
+async def _found(cache: AsyncCache, handle: PrefetchHandle | None, namespace: str | None = None) -> int:
+    async with cache.lease(PROMPT, prefetch=handle, namespace=namespace) as lease:
         await lease.loaded()
         return lease.cached
 
@@ -47,8 +47,8 @@ async def _found(cache: AsyncCache, handle: PrefetchHandle | None, extra_key: st
     [("other tokens", lambda cache: cache.prefetch(text(PAGES, seed=1))),
      ("other tokens", lambda cache: cache.prefetch(text(0, seed=1, extra=2))),
      ("other tokens", lambda cache: cache.prefetch([*PROMPT[:-5], 7, 7, 7])),
-     ("another namespace", lambda cache: cache.prefetch(PROMPT, extra_key="a")),
-     ("another namespace", lambda cache: cache.prefetch(PROMPT, extra_key=b""))],
+     ("another namespace", lambda cache: cache.prefetch(PROMPT, namespace="a")),
+     ("another namespace", lambda cache: cache.prefetch(PROMPT, namespace=b""))],
     ids=["another prompt", "a short one", "a fork", "of a", "of bytes"],
 )  # fmt: skip
 async def test_a_handle_that_cannot_be_of_use_is_refused_by_name(
@@ -106,10 +106,10 @@ async def test_a_handle_that_a_lease_was_refused_with_still_counts(tmp_path: Pat
 
 async def test_a_handle_of_a_namespace_that_was_invalidated_counts_as_none(tmp_path: Path) -> None:
     async with stored(tmp_path, "a") as cache:
-        handle = cache.prefetch(PROMPT, extra_key="a")
-        lease = cache.lease(PROMPT, extra_key="a", prefetch=handle)
+        handle = cache.prefetch(PROMPT, namespace="a")
+        lease = cache.lease(PROMPT, namespace="a", prefetch=handle)
         await cache.invalidate("a")
-        for one in (lease, cache.lease(PROMPT, extra_key="a", prefetch=handle)):
+        for one in (lease, cache.lease(PROMPT, namespace="a", prefetch=handle)):
             async with one:
                 assert one.cached == 0
         assert await serve(cache, PROMPT) == 0

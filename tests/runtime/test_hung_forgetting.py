@@ -41,7 +41,7 @@ class Deaf(Hangs):
 @asynccontextmanager
 async def with_a_deaf(verb: str) -> AsyncIterator[tuple[AsyncCache, Deaf]]:
     device, backend = SimulatedDevice(seed=1, latency=(0.0, 0.001)), Deaf(verb)
-    config = settings(20, 40, close_deadline=1.0)
+    config = settings(20, 40, close_timeout=1.0)
     store = CheckedStore(backend, store_layout(config.pools()), threads=0, timeout=TIMEOUT)
     async with AsyncCache(config, device=device) as cache:
         await cache.attach_storage(store, options={"timeout": str(TIMEOUT)})
@@ -57,8 +57,8 @@ async def with_a_deaf(verb: str) -> AsyncIterator[tuple[AsyncCache, Deaf]]:
     await device.aclose()
 
 
-async def publish(cache: AsyncCache, extra_key: str, seed: int) -> None:
-    async with cache.lease(text(5, seed=seed), extra_key=extra_key) as lease:
+async def publish(cache: AsyncCache, namespace: str, seed: int) -> None:
+    async with cache.lease(text(5, seed=seed), namespace=namespace) as lease:
         await lease.commit(text(5, seed=seed))
 
 
@@ -136,7 +136,7 @@ def test_a_store_that_hangs_is_detached_and_closes_when_it_lets_go() -> None:
         await asyncio.sleep(0.05)
         begun = now()
         with pytest.raises(BackendError, match="does not end"):
-            await cache.detach_storage(drain=False)
+            await cache.detach_storage(timeout=0)
         assert now() - begun <= BOUND + 0.1
         assert not list(cache.stores)
         assert backend.holding, "the store has let go: this shows nothing"

@@ -77,7 +77,7 @@ def test_a_lease_goes_in_without_a_prefetch_that_hangs(verb: str, policy: str, w
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         backend = Hangs(verb)
-        config = settings(40, 80, prefetch_policy=policy, prefetch_timeout_per_1k=0.0, close_deadline=5.0)
+        config = settings(40, 80, prefetch_policy=policy, prefetch_timeout_per_1k=0.0, close_timeout=5.0)
         async with AsyncCache(config, device=device, storage=backend) as cache:
             await serve(cache, text(10, seed=1))
             await cache.flush()
@@ -114,7 +114,7 @@ def test_while_storage_is_away_nobody_joins_a_fetch_that_hangs() -> None:
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         backend = Hangs("get", deaf=60.0)
-        config = settings(40, 80, prefetch_timeout_per_1k=0.0, close_deadline=5.0)
+        config = settings(40, 80, prefetch_timeout_per_1k=0.0, close_timeout=5.0)
         breaker = Breaker(threshold=1, backoff=1000.0)
         store = CheckedStore(backend, store_layout(config.pools()), threads=0, slow=0.5, breaker=breaker)
         async with AsyncCache(config, device=device, storage=store) as cache:
@@ -143,7 +143,7 @@ def test_those_in_line_do_not_wait_for_one_call_that_hangs_after_the_other() -> 
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         backend = Hangs("get", deaf=60.0)
-        config = settings(80, 120, prefetch_timeout_per_1k=0.0, close_deadline=5.0)
+        config = settings(80, 120, prefetch_timeout_per_1k=0.0, close_timeout=5.0)
         breaker = Breaker(threshold=1, backoff=1000.0)
         store = CheckedStore(backend, store_layout(config.pools()), threads=0, slow=0.5, breaker=breaker)
         async with AsyncCache(config, device=device, storage=store) as cache:
@@ -181,7 +181,7 @@ def test_the_breaker_ends_even_that() -> None:
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         backend = Hangs("get", deaf=5.0)
-        config = settings(40, 80, prefetch_timeout_per_1k=0.0, close_deadline=5.0)
+        config = settings(40, 80, prefetch_timeout_per_1k=0.0, close_timeout=5.0)
         store = CheckedStore(backend, store_layout(config.pools()), threads=0, slow=2.0)
         async with AsyncCache(config, device=device, storage=store) as cache:
             for number in range(6):

@@ -43,7 +43,7 @@ def play(body: Body, verb: str, deaf: float = FOREVER, device: int = 20, host: i
     async def main(loop: SimulatedLoop) -> None:
         copies = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         backend = Hangs(verb, deaf, alone=True)
-        terms = {"prefetch_policy": "best_effort", "prefetch_timeout_per_1k": 0.0, "close_deadline": 5.0, **more}
+        terms = {"prefetch_policy": "best_effort", "prefetch_timeout_per_1k": 0.0, "close_timeout": 5.0, **more}
         config = settings(device, host, **terms)
         store = CheckedStore(backend, store_layout(config.pools()), threads=0)
         async with AsyncCache(config, device=copies, storage=store) as cache:

@@ -58,7 +58,7 @@ async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -
     async with opened(settings(8), device=device) as cache:
         tokens, loop, gate = text(4), asyncio.get_running_loop(), device.gate()
         lease = await cache.lease(tokens).__aenter__()
-        future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, ready=gate), loop)
+        future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, after=gate), loop)
         loop.call_soon_threadsafe(lease.release)  # it runs before the first step of the commit's task
         with pytest.raises(RuntimeError, match="the lease is released"):
             await asyncio.wrap_future(future)
@@ -77,7 +77,7 @@ async def test_a_commit_that_nobody_awaits_does_not_free_the_pages_that_its_even
     async with opened(settings(8), device=device) as cache:
         gate = device.gate()
         async with cache.lease(text(4)) as lease:
-            lease.commit(text(4), ready=gate).close()
+            lease.commit(text(4), after=gate).close()
         await turns()
         assert cache.statistics().device["full"].free == 4
         gate.open()

@@ -92,8 +92,8 @@ async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while
     storage = MemoryBackend()
     async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage) as cache:
         for seed in range(NODES):
-            await serve(cache, text(1, seed), extra_key="gone")
-        holder = await cache.lease(text(1, NODES - 1), extra_key="gone").__aenter__()
+            await serve(cache, text(1, seed), namespace="gone")
+        holder = await cache.lease(text(1, NODES - 1), namespace="gone").__aenter__()
         await cache.flush()
         assert storage.stats()["pages"] == NODES
         await cache.invalidate("gone")

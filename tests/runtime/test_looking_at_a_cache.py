@@ -88,7 +88,7 @@ async def test_too_long_a_prompt_is_refused_by_the_call_in_tokens() -> None:
 async def test_a_cache_shows_its_device_and_the_block_table_of_a_step() -> None:
     async with AsyncCache(CacheConfig(model="m", components=(FULL,))) as cache:
         assert isinstance(cache.device, CpuDevice)
-        async with cache.lease(PROMPT, new_tokens=20) as one, cache.lease(PROMPT[:40], extra_key="a") as other:
+        async with cache.lease(PROMPT, new_tokens=20) as one, cache.lease(PROMPT[:40], namespace="a") as other:
             table = cache.block_table([one, other], [501, 40])
             assert table.pages.shape == (2, 32)
             assert table.pages[0].tolist() == one.pages[:32].tolist()

@@ -202,7 +202,7 @@ async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> No
 async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
     monkeypatch.setattr(head_module, "MOMENT", 0.05)
-    config = settings(device=8, host=16, close_deadline=0.05)
+    config = settings(device=8, host=16, close_timeout=0.05)
     async with AsyncCache(config, device=device) as cache:
         lease, _ = await held(cache, device)
         lease.release()
@@ -230,7 +230,7 @@ async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_str
 async def test_a_batch_that_is_refused_while_another_is_on_its_way_ends_the_cache() -> None:
     """The worker waits for the first, and could not tell."""
     device = CpuDevice()
-    cache = await AsyncCache(settings(device=12, host=64, close_deadline=0.05), device=device).__aenter__()
+    cache = await AsyncCache(settings(device=12, host=64, close_timeout=0.05), device=device).__aenter__()
     for seed in (1, 2):
         await serve(cache, text(3, seed=seed))
         await settled(cache)

@@ -112,7 +112,7 @@ async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_an
         lease = cache.lease(text(2))
         lease._ask = lease._ask._replace(load=False)  # as if there were no room to load them
         async with lease:
-            await lease.commit(text(2), ready=ready)  # the pages on the host are on the device now, too
+            await lease.commit(text(2), after=ready)  # the pages on the host are on the device now, too
             lease.release(after=ready)
         async with queued(cache) as handle:
             await asyncio.to_thread(ready.fire, RuntimeError("out of memory"))

@@ -75,7 +75,7 @@ async def test_a_backup_held_back_before_the_tree_is_forgotten_is_never_stored()
     async with opened(settings(host=32), device=device, storage=storage) as cache:
         driver, ready = parts(cache).driver, device.gate()
         async with cache.lease(text(4)) as lease:
-            await lease.commit(text(4), ready=ready)
+            await lease.commit(text(4), after=ready)
         async with holding(driver.lock):
             resetting = asyncio.create_task(cache.reset())
             await turns()

@@ -72,7 +72,7 @@ def run(backend: Any, requests: int = 300, seed: int = 1, **more: Any) -> Seen:
     async def main(loop: SimulatedLoop) -> Seen:
         seen = Seen()
         device = SimulatedDevice(seed=seed, latency=(0.0, 0.001))
-        config = settings(60, more.pop("host", 72), close_deadline=0.5, **more)
+        config = settings(60, more.pop("host", 72), close_timeout=0.5, **more)
         async with AsyncCache(config, device=device, storage=backend) as cache:
             running: set[asyncio.Task[None]] = set()
             for number in range(requests):
@@ -119,7 +119,7 @@ def test_what_waits_for_storage_holds_its_share_of_the_host_and_no_more() -> Non
 
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        config = settings(60, 80, swa=48, window=8, backup_quota=0.25, close_deadline=0.5)
+        config = settings(60, 80, swa=48, window=8, backup_quota=0.25, close_timeout=0.5)
         async with AsyncCache(config, device=device, storage=store(3.0)) as cache:
             for number in range(60):
                 await serve(cache, number, Seen())
@@ -222,7 +222,7 @@ def test_a_batch_that_is_late_gives_up_for_those_that_wait() -> None:
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         slow = SlowPuts(SimulatedBackend(Random(1), AT_ONCE), latency=2.0)
-        async with AsyncCache(settings(1200, 1000, close_deadline=0.1), device=device, storage=slow) as cache:
+        async with AsyncCache(settings(1200, 1000, close_timeout=0.1), device=device, storage=slow) as cache:
             long = text(900, seed=1)
             async with cache.lease(long) as lease:
                 await lease.commit(long)

@@ -139,26 +139,26 @@ async def test_long_keys_are_hashed_in_slices(monkeypatch: pytest.MonkeyPatch) -
     assert turns >= len(sizes) - 1
 
 
-@pytest.mark.parametrize("extra_key", [5, True, 1.5, ("a",), "\ud800"])
-def test_an_extra_key_that_is_neither_text_nor_bytes_is_refused(extra_key: object) -> None:
-    with pytest.raises(ConfigError, match=r"extra_key=.* (must be text, bytes or None|is no text that has UTF-8)"):
-        namespace_digest("m", 16, extra_key)
+@pytest.mark.parametrize("namespace", [5, True, 1.5, ("a",), "\ud800"])
+def test_a_namespace_that_is_neither_text_nor_bytes_is_refused(namespace: object) -> None:
+    with pytest.raises(ConfigError, match=r"namespace=.* (must be text, bytes or None|is no text that has UTF-8)"):
+        namespace_digest("m", 16, namespace)
 
 
 @pytest.mark.asyncio
-async def test_a_bad_extra_key_is_told_at_every_door_and_nothing_is_left() -> None:
+async def test_a_bad_namespace_is_told_at_every_door_and_nothing_is_left() -> None:
     config = CacheConfig(model="m", components=(Full(bytes_per_token=1, device_tokens=64),))
     bad: Any = 5
     async with AsyncCache(config) as cache:
         for door in (cache.match, cache.keep, cache.invalidate, cache.prefetch, _leased(cache)):
-            with pytest.raises(ConfigError, match="extra_key=5"):
+            with pytest.raises(ConfigError, match="namespace=5"):
                 await _through(door, bad)
         assert cache.statistics().leases == 0
 
 
 def _leased(cache: AsyncCache) -> Callable[..., Awaitable[object]]:
-    async def lease(tokens: list[int], extra_key: Any) -> None:
-        async with cache.lease(tokens, extra_key=extra_key):
+    async def lease(tokens: list[int], namespace: Any) -> None:
+        async with cache.lease(tokens, namespace=namespace):
             pass
 
     return lease
@@ -168,6 +168,6 @@ async def _through(door: Callable[..., Any], bad: Any) -> None:
     if door.__name__ == "invalidate":
         await door(bad)
     elif door.__name__ == "keep":
-        await door([1] * 32, ttl=1.0, extra_key=bad)
+        await door([1] * 32, ttl=1.0, namespace=bad)
     else:
-        await door([1] * 32, extra_key=bad)
+        await door([1] * 32, namespace=bad)

@@ -171,7 +171,7 @@ def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
     run.insert("uvwxyz")  # its backup must wait for room on the host
     assert run.core.statistics().deferred_backups == 1
     run.prompt = False
-    run.perform(run.core.drop_claim(1))
+    run.perform(run.core.release_claim(1))
     assert run.core.behind
     assert not run.in_flight(BackupHost)
     run.perform(run.core.follow_up())
@@ -261,7 +261,7 @@ async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothin
         await until(lambda: storage.reading == 2)
         computed = device.gate()
         compute(cache, lease, text(6, 1))
-        await lease.commit(text(6, 1), ready=computed)
+        await lease.commit(text(6, 1), after=computed)
         assert cache.statistics().core.operations["backup_host"] == 1, "the host's pages of it are on their way"
         storage.gate.set()
         assert (await second).tokens == 6 * PAGE
@@ -288,14 +288,14 @@ async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back(
     handle = cache.prefetch(text(6, 1))
     await until(lambda: storage.reading == 1)
     computed = device.gate()
-    await lease.commit(text(6, 1), ready=computed)
+    await lease.commit(text(6, 1), after=computed)
     storage.gate.set()
     await turns()
     core = parts(cache).core
     assert core.statistics().operations["prefetch"] == 1
     assert core.statistics().operations["backup_host"] == 1
     lease.release(after=computed)
-    await cache.aclose(deadline=0.0)
+    await cache.aclose(timeout=0.0)
     assert core.statistics().operations["prefetch"] == 0
     assert handle.done()
     check(core)

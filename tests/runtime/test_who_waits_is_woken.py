@@ -31,7 +31,7 @@ seconds it wakes."""
 async def an_outcome(cache: AsyncCache, backend: Hangs, device: SimulatedDevice) -> Cause:
     gate = device.gate()
     async with cache.lease(text(2)) as lease:
-        await lease.commit(text(2), ready=gate)
+        await lease.commit(text(2), after=gate)
         await asyncio.sleep(AT_ONCE)
         yield AT_ONCE
         gate.open()
@@ -185,7 +185,7 @@ def test_whatever_could_let_somebody_go_on_wakes_everybody(
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         backend = Hangs("get", alone=True)
         config = settings(20, 20, swa=20 * (cause is a_window_that_moves_on), prefetch_policy="best_effort",
-                          prefetch_quota=1.0, close_deadline=5.0)  # fmt: skip
+                          prefetch_quota=1.0, close_timeout=5.0)  # fmt: skip
         store = CheckedStore(backend, store_layout(config.pools()), threads=0)
         async with AsyncCache(config, device=device, storage=store) as cache:
             async with aclosing(cause(cache, backend, device)) as steps:  # type: ignore[type-var]
@@ -209,9 +209,9 @@ def test_a_cache_that_closes_lets_nobody_wait() -> None:
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
         gate = device.gate()
-        async with AsyncCache(settings(8, 8, close_deadline=0.1), device=device) as cache:
+        async with AsyncCache(settings(8, 8, close_timeout=0.1), device=device) as cache:
             async with cache.lease(text(4)) as other:
-                await other.commit(text(4), ready=gate)
+                await other.commit(text(4), after=gate)
             lease = await cache.lease(text(4, seed=1)).__aenter__()
             growing = asyncio.ensure_future(lease.extend(2 * PAGE, wait=True))
             await asyncio.sleep(AT_ONCE)
@@ -236,7 +236,7 @@ async def test_who_grows_in_vain_waits_in_no_line_and_leaves_nothing_behind_when
     async with opened(settings(8, 8), device=device) as cache:
         gate = device.gate()
         async with cache.lease(text(4)) as other:
-            await other.commit(text(4), ready=gate)
+            await other.commit(text(4), after=gate)
         async with cache.lease(text(4, seed=1)) as lease:
             growing = asyncio.ensure_future(lease.extend(2 * PAGE, wait=True))
             await until(lambda: len(parts(cache).driver.growing) == 1)

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
-from asynccache_shim.scheduled_request import ScheduledRequest
+from asynccache_shim.board import ScheduledRequest
 from msgspec import structs
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
@@ -45,7 +45,7 @@ class Ask:
     tokens: tuple[int, ...]
     new: int
     priority: int
-    extra_key: str | None
+    namespace: str | None
     after: float
     abort: float | None
 
@@ -275,7 +275,7 @@ class World:
     async def _one(self, ask: Ask) -> None:
         tokens = list(ask.tokens)
         request = Request(
-            tokens, Limits(ask.new), priority=ask.priority, extra_key=ask.extra_key, sampling=Sampling(0.5)
+            tokens, Limits(ask.new), priority=ask.priority, namespace=ask.namespace, sampling=Sampling(0.5)
         )  # fmt: skip
         if ask.abort is not None:
             self.loop.call_later(ask.abort, request.abort)
@@ -351,7 +351,7 @@ def draw_config(seed: int) -> CacheConfig:
         full, random.choice((full // 2, 4 * full)), swa=swa, window=window, mamba=random.choice((0, 0, 2, 6)),
         write_policy=random.choice(("write_through", "write_back", "write_through_selective")),
         prefetch_policy=random.choice(("best_effort", "wait_complete", "timeout")),
-        prefetch_timeout_base=0.05, prefetch_quota=random.choice((0.2, 1.0)), close_deadline=60.0,
+        prefetch_timeout_base=0.05, prefetch_quota=random.choice((0.2, 1.0)), close_timeout=60.0,
     )  # fmt: skip
 
 

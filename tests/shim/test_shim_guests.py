@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Batch, Finish, Limits, Request, State, admitting
+from asynccache_shim import Batch, Finish, Limits, Request, State, queue
 
 from asynccache import CacheClosed, CacheFull, ConfigError, Lease
 from asynccache.testing.slow_backend import SlowBackend
@@ -31,7 +31,7 @@ def answering(served: Served, change: Any) -> None:
 # bad input
 
 
-@pytest.mark.parametrize("terms", [{"extra_key": "\ud800"}, {"extra_key": 5}, {"priority": "high"}, {"priority": None}])
+@pytest.mark.parametrize("terms", [{"namespace": "\ud800"}, {"namespace": 5}, {"priority": "high"}, {"priority": None}])
 def test_terms_that_nobody_could_use_are_refused(terms: Any) -> None:
     with pytest.raises(ConfigError, match=f"request: .*{next(iter(terms))}"):
         Request([1], **terms)
@@ -43,11 +43,11 @@ async def test_a_submission_that_fails_leaves_nothing_behind() -> None:
     async with serving(config(64)) as served:
         other = served.ask(text(3), 20)
         request = Request(text(2))
-        request.extra_key = "\ud800"
-        with pytest.raises(ConfigError, match="extra_key"):
+        request.namespace = "\ud800"
+        with pytest.raises(ConfigError, match="namespace"):
             served.scheduler.submit(request)
         assert request.finish is None
-        request.extra_key = None
+        request.namespace = None
         assert await served.scheduler.submit(request).done() == continuation(text(2), request.limits.max_new_tokens)
         assert await other.done() == continuation(text(3), 20)
         await served.answer(text(3), 2)
@@ -197,7 +197,7 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it would have come in, or would have had another one retracted."""
-    match = admitting._match
+    match = queue._match
 
     async def aborted(board: Any, request: Any) -> Any:
         found = await match(board, request)
@@ -205,7 +205,7 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
             request.submitted.abort()
         return found
 
-    monkeypatch.setattr(admitting, "_match", aborted)
+    monkeypatch.setattr(queue, "_match", aborted)
     async with serving(config(16)) as served:
         low = served.ask(text(6), 24)
         await until(lambda: len(low.output) > 2)

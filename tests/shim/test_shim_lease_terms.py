@@ -151,7 +151,7 @@ async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
                 with pytest.raises(CacheFull):
                     await growing.extend(PAGE, wait=True)
         handle.cancel()
-        await cache.aclose(deadline=0.01)
+        await cache.aclose(timeout=0.01)
     await store.aclose()
 
 

@@ -131,7 +131,7 @@ async def alone(seed: int, asks: Sequence[Ask]) -> list[list[int]]:
     """What a scheduler without other ranks answers, in the same pools."""
     async with serving(draw_config(seed)) as served:
         requests = [
-            served.scheduler.submit(Request(list(a.tokens), Limits(a.new), priority=a.priority, extra_key=a.extra_key))
+            served.scheduler.submit(Request(list(a.tokens), Limits(a.new), priority=a.priority, namespace=a.namespace))
             for a in asks
         ]
         return [await request.done() for request in requests]

@@ -116,9 +116,9 @@ async def test_a_conversation_that_has_ended_leaves_first() -> None:
 async def test_namespaces_never_meet() -> None:
     async with serving(config()) as served:
         for key in (None, "a", "b"):
-            request = await served.answer(text(8), 3, extra_key=key)
+            request = await served.answer(text(8), 3, namespace=key)
             assert sum(hits(request)) == 0
-        assert hits(await served.answer(text(8), 3, extra_key="a")).device == 7 * PAGE
+        assert hits(await served.answer(text(8), 3, namespace="a")).device == 7 * PAGE
 
 
 @pytest.mark.asyncio

@@ -42,7 +42,7 @@ class Guests:
     def _work(self, cache: AsyncCache, name: str) -> Coroutine[Any, Any, object]:
         random = self._random
         if name in cache.stores:
-            return cache.detach_storage(name, drain=random.choice((True, False, 0.05)))
+            return cache.detach_storage(name, timeout=random.choice((None, 0, 0.05)))
         options = {"write": _yes(random, 0.7), "promote": _yes(random, 0.7), "name": name, **self.options}
         position = random.choice((None, 0))
         return cache.attach_storage(

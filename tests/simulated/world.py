@@ -148,7 +148,7 @@ def _draw_config(random: Random) -> CacheConfig:
         write_policy=random.choice(list(WritePolicy)), prefetch_policy=random.choice(list(PrefetchPolicy)),
         prefetch_threshold=random.choice((1, 8)), prefetch_quota=random.choice((0.2, 1.0)),
         load_back_threshold=random.choice((0, 0, 12)), max_backup_ops=random.choice((1, 4, 256)),
-        write_back_watermark=random.choice((0.1, 0.6)), close_deadline=60.0, prefetch_timeout_base=0.05,
+        write_back_watermark=random.choice((0.1, 0.6)), close_timeout=60.0, prefetch_timeout_base=0.05,
     )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ class Request:
         self.cache = world.cache
         self.page = world.climate.config.page_size
         self.tokens = world.prompt(random)
-        self.extra_key = random.choice((None, None, "tenant"))
+        self.namespace = random.choice((None, None, "tenant"))
         self.pools = {spec.name: spec for spec in world.climate.config.pools() if spec.bytes_per_page}
         self.states = [name for name, spec in self.pools.items() if spec.component is ComponentKind.MAMBA]
         self.window = next((c.window for c in world.climate.config.components if isinstance(c, SlidingWindow)), 0)
@@ -407,7 +407,7 @@ class Request:
     def _prefetch(self) -> PrefetchHandle | None:
         if self.random.random() < 0.5:
             return None
-        handle = self.cache.prefetch(self.tokens, extra_key=self.extra_key)
+        handle = self.cache.prefetch(self.tokens, namespace=self.namespace)
         if self.random.random() < 0.1:
             handle.cancel()
         return handle
@@ -416,7 +416,7 @@ class Request:
         random = self.random
         new = random.randint(0, 3 * self.page)
         lease = self.cache.lease(
-            self.tokens, new_tokens=new, extra_key=self.extra_key, prefetch=handle,
+            self.tokens, new_tokens=new, namespace=self.namespace, prefetch=handle,
             wait=random.random() < 0.9, timeout=random.choice((None, None, None, 0.05, 5.0)),
         )  # fmt: skip
         async with lease:
@@ -484,7 +484,7 @@ class Request:
         else:
             work()
         if end == len(text) or self.random.random() < 0.5 or ready is not None:
-            await lease.commit(held, ready=ready, checkpoint=checkpoint)
+            await lease.commit(held, after=ready, checkpoint=checkpoint)
             if self.random.random() < 0.5:
                 lease.adopt(after=self.world.later(_nothing) if self.random.random() < 0.3 else None)
             await self._verify(lease, end)
@@ -511,7 +511,7 @@ class Request:
     def _content(self, text: Sequence[int], page: int) -> bytes:
         """The content of a page, which is a function of everything up to the page's end."""
         end = min(len(text), (page + 1) * self.page)
-        return sha256(repr((self.extra_key, list(text[:end]))).encode()).digest()
+        return sha256(repr((self.namespace, list(text[:end]))).encode()).digest()
 
     def _put(self, pool: str, slot: int, content: bytes, *, bad: bool = False) -> None:
         for layer in range(self._layers(pool)):

@@ -92,7 +92,7 @@ def test_a_detach_returns_when_the_calls_under_way_have_ended() -> None:
             await publish(cache, 1)
             (name,) = cache.stores
             began = loop.time()
-            left = await cache.detach_storage(name, drain=2.0)
+            left = await cache.detach_storage(name, timeout=2.0)
             assert left.storage > 0
             assert 2.0 < loop.time() - began <= TIMEOUT + 1.0
             await publish(cache, 2)

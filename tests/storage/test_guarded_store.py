@@ -378,3 +378,45 @@ async def test_a_hit_comes_back_by_itself(loop: SimulatedLoop) -> None:
     assert hits.index(True) < 100, "the back-off had grown to 8 seconds at most"
     assert all(hits[hits.index(True):])
     await store.aclose()
+
+
+class Refusing(Watched):
+    """A backend whose calls fail, with a URL in the error, until it is ``well``."""
+
+    well = False
+
+    async def _take(self, verb: str, count: int) -> list[Result]:
+        if not self.well:
+            raise Unavailable("redis://me:s3cret@host does not answer")
+        return await super()._take(verb, count)
+
+    def __repr__(self) -> str:
+        return "Refusing()"
+
+
+def test_the_log_says_once_when_a_store_is_left_alone_and_once_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        backend = Refusing()
+        store = store_on(backend, breaker=Breaker(threshold=2))
+        for second in range(40):
+            backend.well = second > 20
+            await get(store)
+            await asyncio.sleep(1)
+
+    simulate(world, 1)
+    assert [(record.name, record.levelname) for record in caplog.records] == [("asynccache", "WARNING")] * 2
+    why = "Unavailable('redis://***@host does not answer')"
+    assert caplog.messages == [
+        f"store Refusing() is left alone until it answers a probe: {why}", "store Refusing() answers again",
+    ]  # fmt: skip
+
+
+def test_the_log_says_that_a_store_is_slow(caplog: pytest.LogCaptureFixture) -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        await get(store_on(Watched(get=3.0), slow=1.0, breaker=Breaker(threshold=1)))
+
+    simulate(world, 1)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].endswith("is left alone until it answers a probe: a call takes longer than 1 s")

@@ -115,7 +115,7 @@ def test_a_deadline_that_is_none_is_refused(timeout: Any) -> None:
             with pytest.raises(ConfigError, match="timeout="):
                 getattr(pages, verb)(keys(1), *slots, timeout=timeout)
         if timeout != 0:
-            with pytest.raises(ConfigError, match="deadline="):
+            with pytest.raises(ConfigError, match="timeout="):
                 pages.close(timeout)
         assert result(pages.exists(keys(1))) == [MISS]
 

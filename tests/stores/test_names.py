@@ -70,14 +70,14 @@ async def test_odd_names_of_models_and_tenants_are_harmless(kind: str, url: str,
         config = replace(base(url), model=model)
         async with opened(config) as cache:
             assert await serve(cache, prompt(config, seed)) == 0
-            for extra_key in ODD_KEYS if model == ODD[0] else ODD_KEYS[-3:-2]:
-                assert await serve(cache, prompt(config, seed), extra_key=extra_key) == 0
+            for namespace in ODD_KEYS if model == ODD[0] else ODD_KEYS[-3:-2]:
+                assert await serve(cache, prompt(config, seed), namespace=namespace) == 0
             await cache.flush()
         if model == ODD[0]:
             async with opened(config) as cache:
                 assert await serve(cache, prompt(config, seed)) == PAGES * 4
-                for extra_key in ODD_KEYS:
-                    assert await serve(cache, prompt(config, seed), extra_key=extra_key) == PAGES * 4
+                for namespace in ODD_KEYS:
+                    assert await serve(cache, prompt(config, seed), namespace=namespace) == PAGES * 4
     keys = await stored_keys(url)
     assert len(keys) >= PAGES * (2 * len(ODD) + len(ODD_KEYS) - 1)
     assert {len(key) for key in keys} == {32}
@@ -148,7 +148,7 @@ async def test_what_is_not_the_same_never_meets(url: str) -> None:
             await cache.flush()
     async with opened(base(url)) as cache:
         for tenant in ("a", "b", b"a\0", "a\0"):
-            assert await serve(cache, tokens, extra_key=tenant) == 0, tenant
+            assert await serve(cache, tokens, namespace=tenant) == 0, tenant
         await cache.flush()
     for what, variant in {"nothing": base, **VARIANTS}.items():
         config = variant(url)
@@ -156,4 +156,4 @@ async def test_what_is_not_the_same_never_meets(url: str) -> None:
             assert await serve(cache, tokens) == 16, f"its own pages, with another {what}"
     async with opened(base(url)) as cache:
         for tenant in ("b", "a", b"a\0", "a\0", "c"):
-            assert await serve(cache, tokens, extra_key=tenant) == (0 if tenant == "c" else 16)
+            assert await serve(cache, tokens, namespace=tenant) == (0 if tenant == "c" else 16)

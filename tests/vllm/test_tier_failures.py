@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 from asynccache_vllm import tier as tiers
+from asynccache_vllm.counts import LOADED, STORED
 from asynccache_vllm.lookups import MISS_KEPT
-from asynccache_vllm.tallying import LOADED, STORED
 from asynccache_vllm.transfers import ChunkTransfer
 from vllm.v1.kv_offload.base import LookupResult
 
@@ -177,7 +177,7 @@ def test_of_a_load_that_stalls_the_parts_that_arrived_are_kept(monkeypatch: pyte
 def test_a_store_that_keeps_memory_holds_up_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "LETTING_GO", 0.1)
     monkeypatch.setattr(tiers, "STORE_TIMEOUT", 0.1)
-    monkeypatch.setattr(tiers, "CLOSE_DEADLINE", 0.1)
+    monkeypatch.setattr(tiers, "CLOSE_TIMEOUT", 0.1)
     store = Misbehaving()
     with over(monkeypatch, store) as playing:
         playing.compute(keys_of(8))
@@ -222,7 +222,7 @@ def test_a_store_that_is_slow_to_store_does_not_fill_host_memory(monkeypatch: py
 
 
 def test_the_end_comes_though_a_store_hangs(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(tiers, "CLOSE_DEADLINE", 0.2)
+    monkeypatch.setattr(tiers, "CLOSE_TIMEOUT", 0.2)
     store = Misbehaving(put="hangs", exists="hangs")
     with over(monkeypatch, store) as playing:
         playing.compute(keys_of(8))
@@ -241,7 +241,7 @@ def test_the_end_comes_though_a_store_hangs(monkeypatch: pytest.MonkeyPatch, tol
 def test_the_end_comes_though_a_store_keeps_memory(
     monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tiers, "CLOSE_DEADLINE", 0.1)
+    monkeypatch.setattr(tiers, "CLOSE_TIMEOUT", 0.1)
     monkeypatch.setattr("asynccache.storage.pages.LETTING_GO", 0.1)
     store = Misbehaving(put="is stuck")
     with over(monkeypatch, store) as playing:

@@ -278,9 +278,9 @@ class _World(world._World):
     async def _disturb(self) -> None:
         """Do what an embedder may do at any time, and do not wait for it: it may hang with a store."""
         cache, random = self.cache, self.random
-        extra_key, prompt = random.choice((None, "tenant")), self.prompt(random)
+        namespace, prompt = random.choice((None, "tenant")), self.prompt(random)
         work: Callable[[], Coroutine[Any, Any, Any]] = random.choice((
-            lambda: cache.invalidate(extra_key), lambda: self._flush(random.choice((0.0, 0.5, 5.0))), cache.reset,
+            lambda: cache.invalidate(namespace), lambda: self._flush(random.choice((0.0, 0.5, 5.0))), cache.reset,
             lambda: cache.keep(prompt, ttl=0.02), lambda: cache.match(prompt), lambda: self._give_up_a_prefetch(prompt),
         ))  # fmt: skip
         self.background.append(self.loop.create_task(self._tolerant(work()), name="disturbance"))

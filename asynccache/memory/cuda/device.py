@@ -86,8 +86,8 @@ class CudaDevice:
 
     def engine_stream(self, stream: object) -> Stream:
         """Return an engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's.
-        The returned stream can wait for layers, and its ``record()`` returns the events that the parameters ``ready``
-        and ``after`` take. A stream of the device's own is returned as it is.
+        The returned stream can wait for layers, and its ``record()`` returns the events that parameters ``after``
+        take. A stream of the device's own is returned as it is.
 
         Raises:
             ConfigError: it is no CUDA stream.

@@ -12,9 +12,8 @@ from asynccache_shim import Limits, SchedulerConfig
 from asynccache_shim.request import MAX_SEED, as_tokens
 
 from asynccache import ConfigError, checks
-from asynccache_hf.batch_request import BatchRequest
-from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
-from asynccache_hf.describing import identified
+from asynccache_hf.cached_model import BatchRequest, CachedModel, config_of, most_new_tokens
+from asynccache_hf.description import identified
 from asynccache_hf.sampling import sampled, sampling_of
 
 
@@ -65,7 +64,7 @@ class ContinuousBatching(CachedModel):
 
     def generate_batch(
         self, prompts: Iterable[Sequence[int]], *, max_new_tokens: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None, extra_key: str | bytes | None = None, **options: Any,
+        eos_token_id: int | Sequence[int] | None = None, namespace: str | bytes | None = None, **options: Any,
     ) -> list[BatchRequest]:  # fmt: skip
         """Continue all ``prompts`` (lists of tokens), and return their requests, in the same order, when the last one
         is over. A request that failed has its ``error``, and does not disturb the others. The arguments are those of
@@ -76,7 +75,7 @@ class ContinuousBatching(CachedModel):
             CacheClosed: this is closed.
         """
         given = {f"prompts[{i}]": tokens for i, tokens in enumerate(prompts)}
-        requests = self._asked(given, max_new_tokens, eos_token_id, extra_key, options)
+        requests = self._asked(given, max_new_tokens, eos_token_id, namespace, options)
         self._begin(requests)
         try:
             for request in requests:
@@ -89,24 +88,24 @@ class ContinuousBatching(CachedModel):
 
     def add_request(
         self, tokens: Sequence[int], *, max_new_tokens: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None, extra_key: str | bytes | None = None, **options: Any,
+        eos_token_id: int | Sequence[int] | None = None, namespace: str | bytes | None = None, **options: Any,
     ) -> BatchRequest:  # fmt: skip
         """Begin to continue the prompt ``tokens``. Returns its request at once.
 
         ``max_new_tokens``, ``eos_token_id`` (one or several; -1: none): by default those of the generation
-        configuration. ``extra_key``: the namespace of the prompt. ``options``: options of sampling for this request
+        configuration. ``namespace``: the namespace of the prompt. ``options``: options of sampling for this request
         alone, allowed if the generation configuration samples: ``temperature``, ``top_k``, ``top_p``, ``seed``.
 
         Raises:
             ConfigError: an argument is unusable.
             CacheClosed: this is closed.
         """
-        requests = self._asked({"tokens": tokens}, max_new_tokens, eos_token_id, extra_key, options)
+        requests = self._asked({"tokens": tokens}, max_new_tokens, eos_token_id, namespace, options)
         self._begin(requests)
         return requests[0]
 
     def _asked(
-        self, prompts: Mapping[str, Any], most: Any, ends: Any, extra_key: Any, options: Mapping[str, Any]
+        self, prompts: Mapping[str, Any], most: Any, ends: Any, namespace: Any, options: Mapping[str, Any]
     ) -> list[BatchRequest]:
         """The requests for ``prompts``, whose names are those that a message calls them by."""
         given = self._generation.eos_token_id if ends is None else ends
@@ -115,7 +114,7 @@ class ContinuousBatching(CachedModel):
         if options and not self._sampling.temperature:
             raise ConfigError(f"{next(iter(options))}: the generation configuration does not sample")
         sampling = sampled(self._sampling, options)
-        extra_key, now = checks.namespace("extra_key", extra_key), self._identity.now()
+        namespace, now = checks.namespace("namespace", namespace), self._identity.now()
         requests = []
         for what, each in prompts.items():
             try:
@@ -132,5 +131,5 @@ class ContinuousBatching(CachedModel):
                                   f"{self._positions} positions")  # fmt: skip
             if self._seed is not None and "seed" not in options:
                 sampling = sampling._replace(seed=(self._seed * 0x9E3779B97F4A7C15 + next(self._ids)) % MAX_SEED)
-            requests.append(self._request(tokens, Limits(new, stops, self._max_time), extra_key, now, sampling))
+            requests.append(self._request(tokens, Limits(new, stops, self._max_time), namespace, now, sampling))
         return requests

@@ -23,9 +23,8 @@ from contextlib import suppress
 
 from asynccache import AsyncCacheError, CacheConfig, CacheFull, Lease, LoadFailed, PrefetchPolicy
 from asynccache_shim.admission import LeaseOffer, by_rank, cut_offers, demand, offer, passes, victim
-from asynccache_shim.board import Board
+from asynccache_shim.board import Board, ScheduledRequest
 from asynccache_shim.request import Finish, Matched, State, begin_request
-from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 def patience(config: CacheConfig, tokens: int) -> float | None:
@@ -43,7 +42,7 @@ def arrive(board: Board, request: ScheduledRequest) -> None:
     """Put ``request`` into the queue, and begin to prefetch its pages."""
     board.waiting[request.id] = request
     request.patient = True
-    request.handle = board.cache.prefetch(request.tokens, extra_key=request.terms.extra_key)
+    request.handle = board.cache.prefetch(request.tokens, namespace=request.terms.namespace)
     if request.handle.done():
         request.submitted.state = State.WAITING
         board.call(request)
@@ -115,26 +114,25 @@ def _waits_for_another(board: Board, request: ScheduledRequest) -> bool:
 
 
 async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bool:
-    if len(board.held) < board.settings.max_running and await _through_the_gates(board, request, budget):
-        return True
+    if len(board.held) < board.settings.max_running:
+        match = await _match(board, request)
+        extend = max(1, request.length - match.host)
+        whole = offer(board.shape, extend, budget, request.more)
+        if not board.held:
+            if await _admit_alone(board, request, cut_offers(board.shape, whole, match.host)):
+                return True
+        else:
+            need = demand(board.shape, extend, budget, request.more, match)
+            if passes(need, board.room(), len(board.held)) and await _try(board, request, [whole]):
+                return True
     loser = victim(list(board.held.values()))
     if board.settings.preempt and not request.over and loser is not None and loser.priority < request.priority:
         await retract(board, loser)  # only one in each step, because its pages take a moment to become free
     return False
 
 
-async def _through_the_gates(board: Board, request: ScheduledRequest, budget: int) -> bool:
-    match = await _match(board, request)
-    extend = max(1, request.length - match.host)
-    need = demand(board.shape, extend, budget, request.more, match)
-    whole = offer(board.shape, extend, budget, request.more)
-    if not board.held:
-        return await _admit_alone(board, request, cut_offers(board.shape, whole, match.host))
-    return passes(need, board.room(), len(board.held)) and await _try(board, request, [whole])
-
-
 async def _match(board: Board, request: ScheduledRequest) -> Matched:
-    found = await board.cache.match(request.tokens, extra_key=request.terms.extra_key)
+    found = await board.cache.match(request.tokens, namespace=request.terms.namespace)
     request.submitted.match = Matched(
         found.device, found.host, found.host_hit_length, found.swa_host_hit_length, found.mamba_host_hit_length
     )
@@ -217,7 +215,7 @@ async def _try(board: Board, request: ScheduledRequest, offers: list[LeaseOffer]
 
 def _lease(board: Board, request: ScheduledRequest, terms: LeaseOffer, *, wait: bool, shorter: bool) -> Lease:
     return board.cache.lease(
-        request.tokens, new_tokens=request.more, extra_key=request.terms.extra_key, prefetch=request.handle, wait=wait,
+        request.tokens, new_tokens=request.more, namespace=request.terms.namespace, prefetch=request.handle, wait=wait,
         states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk, shorter=shorter,
     )  # fmt: skip
 
@@ -235,7 +233,15 @@ async def _loaded(board: Board, request: ScheduledRequest, lease: Lease) -> None
         await lease.loaded()
     except LoadFailed as error:
         request.watch = None
-        _enter_again(board, request, error)
+        request.failed_loads += 1
+        if request.failed_loads >= board.settings.load_attempts:
+            board.drop(request, Finish.FAILED, error)
+        else:
+            board.release(request)
+            try:
+                arrive(board, request)
+            except AsyncCacheError as closed:
+                board.drop(request, Finish.FAILED, closed)
     except AsyncCacheError as error:  # the cache is closed
         request.watch = None
         board.drop(request, Finish.FAILED, error)
@@ -244,15 +250,3 @@ async def _loaded(board: Board, request: ScheduledRequest, lease: Lease) -> None
             request.submitted.state = State.RUNNING
             begin_request(request.submitted, lease.hits)
     board.bell.set()
-
-
-def _enter_again(board: Board, request: ScheduledRequest, error: LoadFailed) -> None:
-    request.failed_loads += 1
-    if request.failed_loads >= board.settings.load_attempts:
-        board.drop(request, Finish.FAILED, error)
-        return
-    board.release(request)
-    try:
-        arrive(board, request)
-    except AsyncCacheError as closed:
-        board.drop(request, Finish.FAILED, closed)
