@@ -21,7 +21,6 @@ pytest.importorskip("prometheus_client")
 
 import openai_serving.paths
 import torch
-from asynccache_hf import PagedModel
 from asynccache_shim import Batch
 from openai_serving.models import FAMILIES
 from openai_serving.scores import ScoredModel
@@ -155,9 +154,13 @@ def test_a_page_in_anothers_place_on_the_device_is_found(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
 def test_a_state_that_is_out_of_date_is_found(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Checkpoints are not taken, so their slots hold what they held before."""
-    planned = parts(family)  # which tries the model, and would find it
-    monkeypatch.setattr(PagedModel, "_copy_state", lambda self, source, target: None)
-    with serving(planned) as url:
+    forward = ScoredModel.forward
+
+    def wrong(self: ScoredModel, batch: Batch) -> list[int]:
+        return forward(self, batch._replace(chunks=tuple(chunk._replace(checkpoint=None) for chunk in batch.chunks)))
+
+    monkeypatch.setattr(ScoredModel, "forward", wrong)
+    with serving(parts(family)) as url:
         status, report = verified(url, tmp_path)
     assert status == 1
     assert verdicts(report)["new"] == "right"
