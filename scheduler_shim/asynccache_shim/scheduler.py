@@ -124,7 +124,7 @@ class Scheduler:
         check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
         scheduled = ScheduledRequest(request, self._count)
-        enlist(request, lambda: self._end(scheduled, Finish.ABORTED))
+        enlist(request, self._count, lambda: self._end(scheduled, Finish.ABORTED))
         try:
             arrive(self._board, scheduled)
         except Exception as error:
