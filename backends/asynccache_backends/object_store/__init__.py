@@ -9,11 +9,11 @@ page reach a quarter of the rate of packs. On S3 the PUT of such an object costs
 ``exists`` would be a request for each key, where here it is a look-up in a dict. The price is that a process has to
 find the packs of others: see ``catalog``.
 
-    formats   the names and the content of objects       index     which keys lie where
-    client    the client for a URL, its requests and     uploads   puts pages together into packs and sends them
-              their errors                               reads     plans and makes the range reads of gets
-    catalog   finds what others have stored and          backend   the storage contract, on all of these
-              removed, in the background
+    formats   the names and the content of objects,      uploads   puts pages together into packs and sends them
+              and the index: which keys lie where        reads     plans and makes the range reads of gets
+    client    the client for a URL, its requests and     catalog   finds what others have stored and removed, in the
+              their errors                                         background
+    backend   the storage contract, on all of these
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from asynccache_backends.object_store.formats import (
     PACKS,
     NameClock,
     Pack,
+    PackIndex,
     PackIndexSnapshot,
     first_name,
     footer_bytes,
@@ -47,7 +48,6 @@ from asynccache_backends.object_store.formats import (
     parse_tomb,
     stamp_of,
 )
-from asynccache_backends.object_store.index import PackIndex
 
 OVERLAP = 600.0
 AHEAD = 24 * 3600.0  # seconds; a snapshot's cursor that is further ahead of this clock is taken for an error
