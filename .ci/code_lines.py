@@ -18,7 +18,7 @@ WORKER = (
 )  # fmt: skip
 LINKS = [Path(f"asynccache/worker/{name}.py") for name in WORKER]
 BESIDE = [
-    *sorted(Path("asynccache/cli/ranked").glob("*.py")), Path("benchmarks/ranks.py"),
+    Path("asynccache/cli/rank.py"), Path("asynccache/cli/ranks.py"), Path("benchmarks/ranks.py"),
     Path("tests/simulated/links.py"), Path("scheduler_shim/asynccache_shim/shards.py"),
     Path("scheduler_shim/asynccache_shim/payload.py"),
 ]  # fmt: skip

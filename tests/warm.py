@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 SUBREAPER = 36
 IMPORTS = ("torch", "numpy", "msgspec", "uvloop")
 COMMANDS = (
-    *IMPORTS, "asynccache.cli.main", "asynccache.cli.service", "asynccache.cli.engine", "asynccache.cli.ranked.ranks",
+    *IMPORTS, "asynccache.cli.main", "asynccache.cli.service", "asynccache.cli.engine", "asynccache.cli.session",
     "asynccache.memory.pools", "asynccache.memory.cpu", "asynccache.worker.rank_server", "asynccache_backends.file",
 )  # fmt: skip
 """For who runs many of our own commands."""
