@@ -677,6 +677,8 @@ class LocalWorker:
 def import_torch() -> None:
     """Import all that ``open_local`` needs. The first time this takes seconds, which are better spent before a loop
     runs."""
+    import asynccache.memory.cpu
+    import asynccache.memory.pools  # noqa: F401
 
 
 def open_device(name: str) -> Device:
