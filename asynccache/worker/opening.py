@@ -9,6 +9,7 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, parse_device
+from asynccache.memory.poison import Poison
 from asynccache.memory.pools import Mover
 from asynccache.settle import completed, completed_in_thread
 from asynccache.storage.checked import store_layout
@@ -26,8 +27,11 @@ def open_device(name: str) -> Device:
     return open_device(name)
 
 
-async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
-    """Allocate the pools of ``specs`` and open the stores. Cancelling it leaves nothing open.
+async def open_local(
+    config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts, *, debug: bool = False
+) -> LocalWorker:
+    """Allocate the pools of ``specs`` and open the stores. ``debug``: fresh and free pages are to be filled with
+    poison. Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
@@ -52,7 +56,10 @@ async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: Embe
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
         pools = PoolMap(specs, config.page_size, made.host_pools)
         layout = store_layout(config.pools())
-        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own)
+        poison = Poison(made.device_pools.values(), config.page_size) if debug else None
+        worker = LocalWorker(
+            made, pools, tiers, layout, takes_stores=takes_stores, own_device=own, poison=poison
+        )  # fmt: skip
         if given.storage is None:
             await worker.open_first(list(map(given.locate, config.stores)), config.storage_options)
         else:
