@@ -123,6 +123,7 @@ class _PoisonedPool:
         self._chunk = _chunk(run)
         if self._chunk < _SURE:
             self._chunk, self._lenient = size, tokens > 1
+        self._judged = self._chunk >= _SURE
         chunks = size // self._chunk
         at = torch.arange(chunks) * self._chunk // run
         self._token = (at % tokens if self._chunk < size or tokens == 1 else at * 0).to(self._device)
@@ -158,6 +159,7 @@ class _PoisonedPool:
     def look(self, slots: Slots, fresh: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], list[int]]:
         """Return the bits of each token, and the layers in which nothing was written."""
         bits = torch.zeros((len(slots), self._tokens), dtype=torch.uint8, device=self._device)
+        fresh = fresh & self._judged
         is_fresh = torch.from_numpy(fresh).to(self._device)[:, None]
         untouched = []
         for number, layer in enumerate(self._layers):
