@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RankFailure,
         Timeout,
         Unavailable,
+        WrongPages,
     )
     from asynccache.geometry import components_from
     from asynccache.memory.pools import BlockTable, DevicePool
@@ -75,6 +76,7 @@ __all__ = [
     "Unavailable",
     "Unsaved",
     "WritePolicy",
+    "WrongPages",
     "__version__",
     "components_from",
     "load_config",
@@ -113,6 +115,7 @@ _LAZY = {
     "Unavailable": "asynccache.errors",
     "Unsaved": "asynccache.core.passes",
     "WritePolicy": "asynccache.core.settings",
+    "WrongPages": "asynccache.errors",
     "components_from": "asynccache.geometry",
     "load_config": "asynccache.configuration",
 }

@@ -140,8 +140,11 @@ class AwaitedAnswers:
         self._changed.tell()
 
 
-async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
-    """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
+async def open_group(
+    config: CacheConfig, given: EmbedderParts, workers: Workers, *, debug: bool = False
+) -> WorkerGroup:
+    """Wait for all workers, and have each open its pools and stores: all or none. ``debug``: as for ``open_local``.
+    Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown; the text names the rank.
@@ -153,7 +156,7 @@ async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers
     links = await workers.arrived()
     group = WorkerGroup(config, given, workers, links)
     try:
-        await group.open()
+        await group.open(debug)
     except BaseException as error:
         await _completed_quietly(group.abandon(error))
         raise
@@ -220,12 +223,12 @@ class WorkerGroup(LocalWorker):
 
     # opening and closing
 
-    async def open(self) -> None:
+    async def open(self, debug: bool) -> None:
         """Have all workers open. To be called once. Raises as ``open_group``."""
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
-        opened = await self.call(RankServer.open, self._config)
+        opened = await self.call(RankServer.open, self._config, debug)
         head, first = next(iter(opened.items()))
         pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():

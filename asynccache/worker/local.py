@@ -30,6 +30,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from asynccache import checks
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.keys import HASH_BYTES
@@ -51,9 +54,22 @@ from asynccache.worker import folds
 from asynccache.worker.messages import remote
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages import BackupHostStage, LoadBackStage, StageMeter
-from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.work import (
+    BatchInFlight,
+    CopyKind,
+    DamagedPage,
+    Inspected,
+    PageBytes,
+    PageQuestion,
+    ReadOrder,
+    StoredBatch,
+    StoreQuestion,
+    Work,
+    WriteOrder,
+)
 
 if TYPE_CHECKING:
+    from asynccache.memory.poison import Poison
     from asynccache.memory.pools import BlockTable as BlockTable
     from asynccache.memory.pools import DevicePool as DevicePool
     from asynccache.memory.pools import Mover
@@ -143,6 +159,10 @@ async def close_all(
             await device.aclose()
     if failure is not None:
         raise failure
+
+
+def _slots(slots: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(slots, np.int32)
 
 
 class LocalBatch:
@@ -287,14 +307,16 @@ class BatchWrite:
 class LocalWorker:
     """Performs what the head decides. Its calls belong to the thread of the head's loop, except ``engine_event`` and
     ``hold``. ``mover``: the pools and streams. ``takes_stores``: True if there is a host tier, which stores need.
-    ``layers``: the number of the model's layers, up to the last one that this worker has. Mutable state: the engine's
+    ``layers``: the number of the model's layers, up to the last one that this worker has. ``poison``: what fresh and
+    free pages are filled with in a cache that is debugged; None: they are left as they are. Mutable state: the engine's
     batches, the stores that are open, by number, and for each that is watched the function that ends the watching."""
 
     def __init__(
         self, mover: Mover, pools: PoolMap, tiers: TieredStore, layout: StoreLayout, *, takes_stores: bool,
-        own_device: bool,
+        own_device: bool, poison: Poison | None = None,
     ) -> None:  # fmt: skip
         self.mover = mover
+        self._poison = poison
         self.layers = mover.layers
         self.takes_stores = takes_stores
         self._own_device = own_device
@@ -398,6 +420,9 @@ class LocalWorker:
 
     def copy(self, work: Work, after: Sequence[Event]) -> None:
         """Begin ``work``, which waits on the device for the events ``after``."""
+        if self._poison is not None and work.kind is not CopyKind.BACKUP:
+            for move in work.moves:
+                self._poison.forget(move.component, _slots(move.dst))
         (self.backup_host if work.kind is CopyKind.BACKUP else self.load_back).put(work, after)
 
     async def layer(self, op: int, i: int) -> None:
@@ -434,6 +459,32 @@ class LocalWorker:
         own = self.mover.engine_stream(stream)
         for copying in arriving:
             own.wait_event(copying.layer(i))
+
+    # the bytes of device pages, for ``AsyncCache(debug=True)``
+
+    @remote()
+    def fill(self, component: int, slots: bytes, fresh: bool) -> None:
+        """Fill device pages with poison: they are ``fresh``, or free."""
+        if self._poison is not None:
+            self._poison.fill(component, _slots(slots), fresh=fresh)
+
+    @remote()
+    def forget_fill(self, component: int, slots: bytes) -> None:
+        """These device pages are free, and hold what they held: a batch may still use them."""
+        if self._poison is not None:
+            self._poison.forget(component, _slots(slots))
+
+    @remote(fold=folds.inspected)
+    async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
+        """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
+        else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""
+        poison = self._poison
+        if poison is None:
+            raise ConfigError("inspect: the cache was not opened with debug=True")
+        if free:
+            poison.check_free()
+        pages = [PageBytes(*poison.look(component, _slots(slots))) for component, slots in asked]
+        return Inspected(pages, [DamagedPage(*damaged) for damaged in poison.take_damaged()])
 
     # pages
 
@@ -692,13 +743,17 @@ def open_device(name: str) -> Device:
     return open_device(name)
 
 
-async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
-    """Allocate the pools of ``specs`` and open the stores. Cancelling it leaves nothing open.
+async def open_local(
+    config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts, *, debug: bool = False
+) -> LocalWorker:
+    """Allocate the pools of ``specs`` and open the stores. ``debug``: fresh and free pages are to be filled with
+    poison. Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
         Unavailable: a store cannot be opened now.
     """
+    from asynccache.memory.poison import Poison
     from asynccache.memory.pools import Mover
 
     device, tiers, own = given.device, TieredStore(), given.device is None
@@ -720,7 +775,8 @@ async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: Embe
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
         pools = PoolMap(specs, config.page_size, made.host_pools)
         layout = store_layout(config.pools())
-        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own)
+        poison = Poison(made.device_pools.values(), config.page_size) if debug else None
+        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own, poison=poison)
         if given.storage is None:
             await worker.open_first(list(map(given.locate, config.stores)), config.storage_options)
         else:

@@ -501,8 +501,8 @@ class RankServer:
     # opening and closing
 
     @remote()
-    async def open(self, settings: CacheConfig) -> OpenedRank:
-        """Open this rank's part of the pools, and the stores."""
+    async def open(self, settings: CacheConfig, debug: bool) -> OpenedRank:
+        """Open this rank's part of the pools, and the stores. ``debug``: as for ``open_local``."""
         config = settings if self._shard is None else self._shard(settings)
         check_shard(settings, config)
         if config.stores:
@@ -513,7 +513,7 @@ class RankServer:
             spec.on_rank(place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
             for spec in config.pools()
         ]
-        self.local = local = await open_local(config, pools, self._given)
+        self.local = local = await open_local(config, pools, self._given, debug=debug)
         for name, work in local.start(Reports(self._ended, self.die, self._keys, self._note_health)):
             self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
             self._stages[-1].add_done_callback(self._stage_ended)
