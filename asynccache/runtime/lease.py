@@ -577,7 +577,7 @@ class Lease:
         """
         self._head.driver.check_thread()
         core = self._held()
-        first = not self._asked and self.loading
+        first, waits = not self._asked and not self._by_layer, self.loading
         self._asked += 1
         try:
             if self.loading:
@@ -589,8 +589,7 @@ class Lease:
             raise
         self._check_loads(core)
         if core.loads and self._head.sanitizer is not None and not core.released:
-            untouched = first and not self._by_layer
-            await self._head.sanitizer.arrived(core, self._ask.space, self._ask.key, untouched=untouched)
+            await self._head.sanitizer.arrived(core, self._ask.space, self._ask.key, first=first, waited=waits)
 
     def _check_loads(self, core: CoreLease) -> None:
         """Raise ``LoadFailed`` if a load of ``core``, or a batch that was to compute its pages, has failed. If the

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import CacheCore, CoreLease
-from asynccache.core.keys import HASH_BYTES
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import PRESENT
@@ -181,14 +181,18 @@ class Sanitizer:
         Raises:
             WrongPages: a page is another one; or a free page was written.
         """
-        asks, pages = self._found(core, space, key[: core.cached * 4], states=True)
+        await self._look_at_found(core, space, key, states=True)
+
+    async def _look_at_found(self, core: CoreLease, space: bytes, key: bytes, *, states: bool) -> None:
+        asks, pages = self._found(core, space, key[: core.cached * TOKEN_BYTES], states=states)
         seen = await self._inspect(asks)
         self._compare(asks, pages, seen, core)
 
-    async def arrived(self, core: CoreLease, space: bytes, key: bytes, *, untouched: bool) -> None:
-        """As ``entered``, when all loads of the lease have arrived. ``untouched``: the lease has waited for nothing
-        before, so that its own pages must be as it got them. Raises as ``entered``."""
-        if untouched and core.length == core.cached:
+    async def arrived(self, core: CoreLease, space: bytes, key: bytes, *, first: bool, waited: bool) -> None:
+        """As ``entered``, when all loads of the lease have arrived. ``first``: nobody has waited for any of them before,
+        so that the engine has not gone on from a state yet; ``waited``: they had not arrived when this was asked for, so
+        that the lease's own pages must be as it got them. Raises as ``entered``."""
+        if first and waited and core.length == core.cached:
             asks = self._fresh_pages(core)
             for ask, seen in zip(asks, (await self._inspect(asks)).pages, strict=True):
                 per = len(seen.tokens) * SLOT_BYTES // len(ask.slots)
@@ -199,7 +203,7 @@ class Sanitizer:
                             f"written while the pages that the lease loads had not arrived, so what was computed from "
                             f"them is wrong: await loaded(), or layer by layer, before the engine computes "
                             f"({self._who(core)})"))
-        await self.entered(core, space, key)
+        await self._look_at_found(core, space, key, states=first)
 
     def _fresh_pages(self, core: CoreLease) -> list[PageQuestion]:
         own = {kind: slots for kind, slots in self._own(core).items() if kind != ComponentKind.MAMBA and slots}
@@ -228,16 +232,16 @@ class Sanitizer:
         watched = self._leases[core.id]
         task = asyncio.current_task()
         watched.task = None if task is None else weakref.ref(task)
-        slots = self._to_publish(core, len(key) // (4 * self._size), checkpoint)
+        slots = self._to_publish(core, len(key) // (TOKEN_BYTES * self._size), checkpoint)
         commit = Commit(space, key, hashes, slots, None, watched.taken)
         if any(not batch.done() for batch in batches):
             return commit
         begin, length = core.length, core.length // self._size * self._size
         own = [PageQuestion(kind, np.array(list(of.values()), np.int32).tobytes()) for kind, of in slots.items()]
-        asks, pages = self._found(core, space, key[: length * 4], states=False)
+        asks, pages = self._found(core, space, key[: length * TOKEN_BYTES], states=False)
         seen = await self._inspect([*own, *asks])
         self._compare(asks, pages, Inspected(seen.pages[len(own) :], []), core)
-        return self._judged(commit, seen.pages[: len(own)], begin, len(key) // 4, watched.replaced)
+        return self._judged(commit, seen.pages[: len(own)], begin, len(key) // TOKEN_BYTES, watched.replaced)
 
     def _to_publish(
         self, core: CoreLease, total: int, checkpoint: tuple[int, int] | None
@@ -313,7 +317,7 @@ class Sanitizer:
             try:
                 seen = await self._inspect(asks)
                 begin = min((min(own) for own in commit.slots.values()), default=0) * self._size
-                commit = self._judged(commit, seen.pages, begin, len(commit.key) // 4, False)
+                commit = self._judged(commit, seen.pages, begin, len(commit.key) // TOKEN_BYTES, False)
             except WrongPages as error:
                 LOG.error("%s", error)
                 self._untold.append(error)
