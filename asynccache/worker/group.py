@@ -183,13 +183,13 @@ class WorkerGroup(LocalWorker):
         self.own: RankServer | None = None
         self.takes_stores = config.pools()[0].host_pages > 0
         self.failure: RankFailure | None = None
-        self.keys = WatchedKeys(self._report_keys)
+        self.keys = WatchedKeys(lambda store, there, keys: self._reports.keys(store, there, keys))
         self._config = config
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
         self._links = dict(links)
         self._wire = Wire(links.values(), self._unsendable)
-        self._reports: Reports | None = None
+        self._reports = Reports()
         self._numbers = 0
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
@@ -483,7 +483,7 @@ class WorkerGroup(LocalWorker):
             awaited.fail(self._again)
         if self.own is not None:
             self.own.finish(self._again())
-        if self._reports is not None and not self._closing:
+        if not self._closing:
             self._reports.failed(failure)
 
     # the engine's work, and copies beside it
@@ -582,8 +582,7 @@ class WorkerGroup(LocalWorker):
                 meter.ended(count, status, size_of(work.moves, self._weights))
             if copies.failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
                 self._to_forget += map(_FORGET, work.ops)
-            if self._reports is not None:
-                self._reports.ended(status, work.ops)
+            self._reports.ended(status, work.ops)
 
     async def layer(self, op: int, i: int) -> None:
         """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
@@ -665,10 +664,6 @@ class WorkerGroup(LocalWorker):
     def key_of(self) -> Callable[[bytes], bytes] | None:
         """See ``LocalWorker``. The key of one worker stands for those of all."""
         return self.keys.key_of
-
-    def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
-        if self._reports is not None:
-            self._reports.keys(store, there, keys)
 
     # stores
 

@@ -104,11 +104,12 @@ class Reports(NamedTuple):
     """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
     have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
     the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
-    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed."""
+    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed. By default nobody is
+    told, as before ``LocalWorker.start``."""
 
-    ended: Callable[[Status, Sequence[int]], None]
-    failed: Callable[[BaseException], None]
-    keys: Callable[[int, bool, Sequence[bytes]], None]
+    ended: Callable[[Status, Sequence[int]], None] = lambda status, ops: None
+    failed: Callable[[BaseException], None] = lambda error: None
+    keys: Callable[[int, bool, Sequence[bytes]], None] = lambda store, there, keys: None
     health: Callable[[], None] = lambda: None
 
 
@@ -328,7 +329,7 @@ class LocalWorker:
         self._stores: dict[int, AttachedStore] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._last_store = 0
-        self._reports: Reports | None = None
+        self._reports = Reports()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mover!r}, {self._tiers!r})"
@@ -340,8 +341,7 @@ class LocalWorker:
         by then stay open until the worker is closed."""
         await open_all(self._tiers, storages, self._layout, options)
         for attached in self._tiers.attached:
-            self._introduce(attached)
-            self._number(attached)
+            self._take_in(attached)
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Take work from now on. Returns names and coroutines: the caller makes a task of each, and cancels it in the
@@ -625,11 +625,10 @@ class LocalWorker:
         names = [attached.options.name for attached in self._stores.values()]  # some are not in ``_tiers`` yet
         attached = await open_attached(storage, self._layout, options, self._tiers, position, names)
         try:
-            self._introduce(attached)
+            self._take_in(attached, number)
         except BaseException:
             await close_unattached(attached)
             raise
-        self._number(attached, number)
         return self._entry(attached)
 
     @remote()
@@ -637,7 +636,7 @@ class LocalWorker:
         """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
         its name was taken meanwhile, or there is no such position any more."""
         self._tiers.attach(self._stores[number], position)
-        self._note_health()
+        self._reports.health()
 
     @remote()
     async def drop_store(self, number: int) -> None:
@@ -650,7 +649,7 @@ class LocalWorker:
     def leave_store(self, number: int) -> None:
         """Give the store no more calls from now on. ``close_store`` must follow. A second call does nothing."""
         self._tiers.detach(self._stores[number])
-        self._note_health()
+        self._reports.health()
 
     @remote()
     async def close_store(self, number: int) -> None:
@@ -663,7 +662,6 @@ class LocalWorker:
         """Tell ``Reports.keys`` from now on which keys the store has. Returns when it was told of all that the store
         has by now, which takes a turn of the loop for every few thousand. Cancelling it leaves some of them untold;
         ``unwatch_store`` must follow."""
-        assert self._reports is not None
         store, tell = self._stores[number].store, self._reports.keys
         own = store.backend
         watched = watch(own, partial(tell, number))
@@ -691,20 +689,13 @@ class LocalWorker:
         number = next(number for number, opened in self._stores.items() if opened is attached)
         return StoreEntry(number, attached.options, attached.shared)
 
-    def _introduce(self, attached: AttachedStore) -> None:
-        """Tell a store where the host's pages lie."""
+    def _take_in(self, attached: AttachedStore, number: int | None = None) -> None:
+        """Tell a store where the host's pages lie, and give it its number."""
         for name, pool in self.mover.host_pools.items():
             attached.store.register(name, pool.memory)
-
-    def _number(self, attached: AttachedStore, number: int | None = None) -> None:
         self._last_store = number or self._last_store + 1
         self._stores[self._last_store] = attached
-        if self._reports is not None:
-            attached.store.breaker.changed = self._reports.health
-
-    def _note_health(self) -> None:
-        if self._reports is not None:
-            self._reports.health()
+        attached.store.breaker.changed = self._reports.health
 
     # looking at it
 

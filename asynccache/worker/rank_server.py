@@ -440,13 +440,13 @@ class RankServer:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
         for message in messages:
             try:
-                name, own, answered = _BY_TYPE[type(message)]
-                method = getattr(self if own else self._own, name)
-                if answered is None:
+                order = _BY_TYPE[type(message)]
+                method = getattr(self if order.name in _OWN else self._own, order.name)
+                if order.answer is None:
                     method(*astuple(message))
                 else:
                     call, *arguments = astuple(message)
-                    self._begin(answered, message, call, method(*arguments))
+                    self._begin(order, message, call, method(*arguments))
             except Exception as error:
                 self.die(error)
 
@@ -731,11 +731,9 @@ class RankServer:
 
 ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
 """All that a head may say to a rank."""
-_BY_TYPE = {
-    order.message: (name, name in vars(RankServer), None if order.answer is None else order)
-    for name, order in ORDERS.items()
-}
-"""By the type of a message: its method, whether ``RankServer`` has it, and the order if it is answered."""
+_BY_TYPE = {order.message: order for order in ORDERS.values()}
+_OWN = frozenset(vars(RankServer))
+"""The methods that ``RankServer`` has itself: the others are those of its ``LocalWorker``."""
 _STORE = ORDERS["store"].message
 _counters = m.decoder(m.StoreCounters)
 decode_orders = order_decoder(ORDERS)
