@@ -144,9 +144,9 @@ def test_a_commit_after_an_event_is_judged_when_that_has_fired(caplog: pytest.Lo
 
 
 def test_opening_says_that_it_is_slow(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def opened(**more: bool) -> bool:
+    async def opened(debug: bool | None = None) -> bool:
         caplog.clear()
-        async with AsyncCache(config(), **more):
+        async with AsyncCache(config(), debug=debug):
             return "debug=True" in caplog.text
 
     with caplog.at_level(logging.WARNING, "asynccache"):
