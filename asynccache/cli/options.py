@@ -61,10 +61,9 @@ def option(metavar: str, text: str, **extra: Any) -> Meta:
     return Meta(description=text, extra={"metavar": metavar, **extra})
 
 
-Json = Annotated[str | None, option("PATH|-", "write the report as JSON to a file, or to standard output (-), where it "
-                                              "takes the place of the text", const="-")]
+Json = Annotated[str | None, option("PATH|-", "print one JSON document in place of the text; with a PATH, write it to "
+                                              "that file and print the text", const="-")]
 Quiet = Annotated[bool, option("", "print neither progress nor a summary", const=True)]
-AsJson = Annotated[bool, option("", "print JSON instead of text", const=True)]
 
 
 def parsed_device(name: str, text: str) -> str:

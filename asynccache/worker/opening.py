@@ -7,14 +7,19 @@ from collections.abc import Sequence
 
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.errors import ConfigError
-from asynccache.memory.cpu import CpuDevice
+from asynccache.extras import without_torch
 from asynccache.memory.device import Device, parse_device
-from asynccache.memory.pools import Mover
 from asynccache.settle import completed, completed_in_thread
 from asynccache.storage.checked import store_layout
 from asynccache.storage.tiers import TieredStore
 from asynccache.worker.local import MOMENT, EmbedderParts, LocalWorker, close_all
 from asynccache.worker.pool_layout import PoolMap
+
+try:
+    from asynccache.memory.cpu import CpuDevice
+    from asynccache.memory.pools import Mover
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(without_torch(error), name=error.name) from None
 
 
 def open_device(name: str) -> Device:
