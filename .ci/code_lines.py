@@ -14,8 +14,7 @@ import tokenize
 from pathlib import Path
 
 WORKER = (
-    "folds", "group", "joining", "link", "messages", "rank_server", "rank_worker", "ranks", "remote", "watched_keys",
-    "work",
+    "folds", "group", "link", "messages", "rank_server", "ranks", "watched_keys", "work",
 )  # fmt: skip
 LINKS = [Path(f"asynccache/worker/{name}.py") for name in WORKER]
 BESIDE = [

@@ -29,7 +29,7 @@ import msgspec
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import install
-from asynccache.worker.stats import BOUNDS_MS, Histogram
+from asynccache.worker.stages import BOUNDS_MS, Histogram
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

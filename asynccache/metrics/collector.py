@@ -24,7 +24,7 @@ from asynccache.metrics.asgi import LoopLag, a_cache
 from asynccache.runtime.explain import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION
-from asynccache.worker.stats import Histogram, StageStats
+from asynccache.worker.stages import Histogram, StageStats
 
 if TYPE_CHECKING:
     from asynccache.core.cache import ShelfStatistics
