@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynccache import compiled
+from asynccache.extras import without_torch
 from asynccache.version import VERSION
 
 if TYPE_CHECKING:
@@ -124,7 +125,10 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    try:
+        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(without_torch(error), name=error.name) from None
     return value
 
 

@@ -38,6 +38,7 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import SLOT_BYTES, Status
 from asynccache.errors import ConfigError, CopyFailed
+from asynccache.extras import without_torch
 from asynccache.memory.device import Device as Device
 from asynccache.memory.device import Event, parse_device
 from asynccache.settle import completed, completed_in_thread
@@ -718,9 +719,16 @@ class LocalWorker:
 
 def import_torch() -> None:
     """Import all that ``open_local`` needs. The first time this takes seconds, which are better spent before a loop
-    runs."""
-    import asynccache.memory.cpu
-    import asynccache.memory.pools  # noqa: F401
+    runs.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed; the message says how to install it.
+    """
+    try:
+        import asynccache.memory.cpu
+        import asynccache.memory.pools  # noqa: F401  so that they are there
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(without_torch(error), name=error.name) from None
 
 
 def open_device(name: str) -> Device:
