@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from asynccache.cli.arguments import CommandOptions, option
+from asynccache.cli.options import CommandOptions, option
 from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError

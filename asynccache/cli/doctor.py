@@ -19,10 +19,9 @@ from typing import Annotated, Any
 from msgspec import structs
 
 from asynccache import compiled
-from asynccache.cli.arguments import CommandOptions, Json, option, parsed_device
-from asynccache.cli.output import answer
-from asynccache.cli.text import first_line
-from asynccache.cli.text import size as spelled
+from asynccache.cli.options import CommandOptions, Json, option, parsed_device
+from asynccache.cli.output import answer, first_line
+from asynccache.cli.output import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import BRINGS, install
 

@@ -32,6 +32,8 @@ COMMANDS = {
                          "may say"),
     "plan": ("plan", "compute from a recorded trace what each GiB of host memory or disk would save"),
     "explain": ("explain", "ask a running cache where a prompt's pages are, and what ends its match"),
+    "verify-engine": ("verify_engine", "ask an OpenAI-compatible server whether it answers from each tier of its KV "
+                                       "cache as it does without one"),
     "bench": ("bench", "measure a store: its rates and its CPU time, by size of page"),
     "doctor": ("doctor", "show whether this machine has a GPU that can be used, how fast it is, and what the cache "
                          "will use"),

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
+from asynccache.core.holds import release_hold, release_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
-from asynccache.core.matching import Ends, Matching
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, NOWHERE, ON_DEVICE, RETIRE, CoreLease, Operation
+from asynccache.core.match import Ends, Matches
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
-from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
-from asynccache.core.world import NOWHERE, PASSED, World, split_at
+from asynccache.core.tree import ABSENT, ARRIVING, PRESENT, Node, walk
+from asynccache.core.world import PASSED, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
@@ -47,45 +46,6 @@ class LeaseRequest(NamedTuple):
     shared: int = EVERYTHING
 
 
-class CoreLease:
-    """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
-    in tokens.
-
-    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
-    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
-    exist up to here.
-
-    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
-    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
-    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
-    failed. ``length``: how many tokens are committed so far.
-
-    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
-    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
-    decoding needs no window any more.
-    """
-
-    __slots__ = (
-        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from",
-        "released", "reserved", "shared", "states", "valid",
-    )  # fmt: skip
-
-    def __init__(self, lease_id: int, hold: Hold) -> None:
-        self.id = lease_id
-        self.hold = hold
-        self.own: list[bytes] = []
-        self.own_from: list[int] = []
-        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
-        self.loads: tuple[int, ...] = ()
-        self.shared = NOWHERE
-        self.states = b""
-        self.valid: int | None = None
-        self.released = False
-
-    def __repr__(self) -> str:
-        return f"<Lease {self.id} cached={self.cached} length={self.length} reserved={self.reserved}>"
-
-
 class Grant(NamedTuple):
     """The lease that was granted, and the plan of what must be done for it."""
 
@@ -108,10 +68,10 @@ def _limit(lease: CoreLease, valid: int) -> None:
 class Leases:
     """Grants, grows and releases leases in one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._count = world.count
         self._page_size = world.config.page_size
         self._swa = world.swa
@@ -134,7 +94,7 @@ class Leases:
         tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
-            ends = self._matching.ends(path, reached)
+            ends = self._matches.ends(path, reached)
             for target, exact in self._ways(ask, path, ends):
                 if (target, exact) not in tried:
                     break
@@ -182,7 +142,7 @@ class Leases:
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
-            lacking = self._matching.missing(path, ends.union)
+            lacking = self._matches.missing(path, ends.union)
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
@@ -209,7 +169,7 @@ class Leases:
         if room is FREE:
             lease = self._grant(CoreLease(self._next, hold), ask, path, ends, target, loads, own)
         else:
-            drop_hold(self._world, hold)
+            release_hold(self._world, hold)
         for node, mask in loads:
             world.unpin(node, HOST, mask.bit_length() - 1)
         return room, lease
@@ -297,7 +257,7 @@ class Leases:
         lease.own_from = [target] * self._count
         if self._mamba:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
-        self._matching.touch(lease.hold.end, target)
+        self._matches.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
         if ask.load:
             self._clone(lease, path)
@@ -349,7 +309,7 @@ class Leases:
                     _limit(lease, start)
             if not top.root.dead:
                 self._world.cut_off(top)
-                self._transfers.claims.drop_dead()
+                self._transfers.claims.release_dead()
         self._transfers.unpark(op)
 
     # growing and shrinking
@@ -391,7 +351,7 @@ class Leases:
             node = node.parent
         if node.parent is not None and node.parent.end < first < node.end:
             split_at(self._world, node, first)
-        drop_until(self._world, hold, first)
+        release_until(self._world, hold, first)
         return True
 
     def _copies(self) -> tuple[int, ...]:
@@ -405,7 +365,7 @@ class Leases:
         if swa:
             window = self._world.config.components[swa].window
             border = max(0, position - window - self._page_size) // self._page_size
-            drop_until(self._world, lease.hold, border)
+            release_until(self._world, lease.hold, border)
             lease.border = border
             passed = min(max(0, border - lease.own_from[swa]), len(lease.own[swa]) // SLOT_BYTES)
             if passed:
@@ -438,11 +398,11 @@ class Leases:
         lease.released = True
         del self.active[lease.id]
         if used:
-            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-            self._matching.use(lease.hold.end, lease.forked)
+            self._matches.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matches.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
-        drop_hold(self._world, lease.hold)
+        release_hold(self._world, lease.hold)
         slots = lease.own[:]
         if self._mamba:
             slots[self._mamba] = self._leave_clones(lease)

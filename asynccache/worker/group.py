@@ -35,13 +35,12 @@ from asynccache.storage.contract import Result
 from asynccache.storage.url import check_name, place_of
 from asynccache.worker import folds
 from asynccache.worker import messages as m
-from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Wire
 from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Reports, Storage, StoreEntry
+from asynccache.worker.messages import news_decoder, orders_of
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_server import ORDERS, PINNING, RankServer
-from asynccache.worker.remote import news_decoder, orders_of
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import ChangeSignal, StageMeter
 from asynccache.worker.watched_keys import WatchedKeys
 from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from asynccache.memory.device import Device
     from asynccache.memory.pools import DevicePool
     from asynccache.worker.link import Link
-    from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.rank_server import RankWorker
     from asynccache.worker.ranks import Workers
 
 T = TypeVar("T")

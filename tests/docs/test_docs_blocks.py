@@ -53,6 +53,9 @@ EXCEPTIONS = {
     ("docs/engines/transformers.md", "pip install '.[hf]'            # in a clone of the repository"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),
     ("docs/stores/object.md", "asynccache stress --storage 's3://BUCKET/kv?region=eu-west-1'"),
+    ("docs/verify.md", "asynccache verify-engine http://127.0.0.1:8000                         # the device tier, and "
+                       "conversations"),
+    ("docs/verify.md", "$ asynccache verify-engine http://127.0.0.1:8000 --flush-device 6144"),
     ("docs/stores/object.md", "cat > rule.json <<'END'"),
     ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
     ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),

@@ -12,9 +12,8 @@ from asynccache_shim import Limits, SchedulerConfig
 from asynccache_shim.request import MAX_SEED, as_tokens
 
 from asynccache import ConfigError, checks
-from asynccache_hf.batch_request import BatchRequest
-from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
-from asynccache_hf.describing import identified
+from asynccache_hf.cached_model import BatchRequest, CachedModel, config_of, most_new_tokens
+from asynccache_hf.description import identified
 from asynccache_hf.sampling import sampled, sampling_of
 
 

@@ -5,7 +5,7 @@ Before a prefetch begins, ``look`` says which pages to ask storage about. That t
 prefetch is opened for the pages that storage has.
 
 A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
-the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it holds the anchor
+the anchor, where the host lacks no more than a window or a state. Until it commits or is released, it holds the anchor
 and the windows that it may complete, as far as the host has them, and its slots are its own. It pins nothing on the
 device: a store may hang for as long as it likes, and requests need these pages. A prefetch begins when the host has
 room for all pages that it may bring, beside the other prefetches within their quota. If waiting is useless or has
@@ -19,16 +19,15 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from asynccache.core.holds import Hold, drop_hold, take_hold
+from asynccache.core.holds import release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Operation
-from asynccache.core.matching import Matching
+from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Hold, Operation
+from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
 from asynccache.core.room import FREE, SHORT, SLICE
 from asynccache.core.settings import Access, ComponentKind
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, PRESENT, Node, walk
 from asynccache.core.world import World, split_at
 
 
@@ -181,10 +180,10 @@ class PrefetchInFlight:
 class Prefetches:
     """The prefetches of one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._size = world.config.page_size
         self.active: dict[int, PrefetchInFlight] = {}
 
@@ -254,7 +253,7 @@ class Prefetches:
         world = self._world
         if path:
             world.pin_full(path[-1], HOST)
-        while not (fits := self._fits(wants)) and begin is Begin.NOW and self._transfers.claims.let_go(False):
+        while not (fits := self._fits(wants)) and begin is Begin.NOW and self._transfers.claims.release_one(False):
             if world.spent():
                 break
         if path:
@@ -333,11 +332,11 @@ class Prefetches:
             node = node.parent
         return runs
 
-    def _drop(self, fetch: PrefetchInFlight, status: Status) -> None:
-        """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
+    def _close(self, fetch: PrefetchInFlight, status: Status) -> None:
+        """Release what ``fetch`` holds, pins and slots, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
         world = self._world
-        drop_hold(world, fetch.hold)
+        release_hold(world, fetch.hold)
         for c, slots in fetch.held.items():
             self._give(c, slots)
         self._give(0, fetch.spare)
@@ -387,17 +386,17 @@ class Prefetches:
 
     # end
 
-    def revoke(self, op: int) -> None:
-        """See ``CacheCore.prefetch_revoke``."""
+    def release(self, op: int) -> None:
+        """See ``CacheCore.prefetch_release``."""
         if op in self.active:
-            self._drop(self.active[op], Status.FAILED)
+            self._close(self.active[op], Status.FAILED)
 
     def commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int]) -> tuple[int, ...]:
         """See ``CacheCore.prefetch_commit``. Return the ids of the backups that must end first; none if the commit is
         done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
-            self.revoke(op)
+            self.release(op)
             return ()
         page, anchor, stop = world.page_bytes, fetch.anchor.end, end // self._size
         key = fetch.key[anchor * page : stop * page]
@@ -415,10 +414,10 @@ class Prefetches:
             self._fill_window(fetch, last, stop)
             self._fill_state(fetch, last)
         if last.parent is not None:
-            self._matching.touch(last, last.end)
+            self._matches.touch(last, last.end)
             for holder in holders:
                 self._transfers.claims.take(holder, [last], last.end)
-        self._drop(fetch, Status.DONE)
+        self._close(fetch, Status.DONE)
         return ()
 
     def _above(self, node: Node, stop: int) -> Node:

@@ -26,16 +26,17 @@ from transformers.cache_utils import (
 
 from asynccache import ConfigError, checks
 from asynccache_hf.call import VERSION, cache_name, run
-from asynccache_hf.compressed import Compressed, is_compressed
 from asynccache_hf.identity import ModelIdentity, parts_of, plain
 from asynccache_hf.layout import Layout
 from asynccache_hf.parts import (
+    Compressed,
     IndexerKeys,
     KeysAndValues,
     LayerPart,
     LightningMatrix,
     Recurrent,
     has_matrices,
+    is_compressed,
     matrix_of,
     with_length,
 )
@@ -149,17 +150,14 @@ def _parts(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
         return (KeysAndValues(layer, page_size), Compressed(layer, page_size))
     if kind not in _PARTS:
         raise ConfigError(f"layer {index}: {kind.__name__} is no cache class that this engine understands")
-    if kind is not DummyLayer and not _used(layer):
+    ready = [getattr(layer, f"is_{states}_states_initialized", {}) for states in ("conv", "recurrent")]
+    used = getattr(layer, "is_initialized", False) or any(any(each.values()) for each in ready)
+    if kind is not DummyLayer and not used:
         raise ConfigError(f"layer {index}: the model left its {kind.__name__} empty and keeps its cache elsewhere")
     if kind is DynamicIndexedLayer and layer.indexer_position_ids is not None:
         raise ConfigError("DynamicIndexedLayer: indexers with positions of their own are not understood")
     indexes = getattr(layer, "is_indexer_initialized", False)
     return tuple(part(layer, page_size) for part in _PARTS[kind] if part is not IndexerKeys or indexes)
-
-
-def _used(layer: Any) -> bool:
-    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
-    return any(any(ready.values()) for ready in states) or bool(getattr(layer, "is_initialized", False))
 
 
 _PARTS: dict[type, tuple[Callable[[Any, int], LayerPart], ...]] = {

@@ -23,9 +23,8 @@ from contextlib import suppress
 
 from asynccache import AsyncCacheError, CacheConfig, CacheFull, Lease, LoadFailed, PrefetchPolicy
 from asynccache_shim.admission import LeaseOffer, by_rank, cut_offers, demand, offer, passes, victim
-from asynccache_shim.board import Board
+from asynccache_shim.board import Board, ScheduledRequest
 from asynccache_shim.request import Finish, Matched, State, begin_request
-from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 def patience(config: CacheConfig, tokens: int) -> float | None:
@@ -115,22 +114,21 @@ def _waits_for_another(board: Board, request: ScheduledRequest) -> bool:
 
 
 async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bool:
-    if len(board.held) < board.settings.max_running and await _through_the_gates(board, request, budget):
-        return True
+    if len(board.held) < board.settings.max_running:
+        match = await _match(board, request)
+        extend = max(1, request.length - match.host)
+        whole = offer(board.shape, extend, budget, request.more)
+        if not board.held:
+            if await _admit_alone(board, request, cut_offers(board.shape, whole, match.host)):
+                return True
+        else:
+            need = demand(board.shape, extend, budget, request.more, match)
+            if passes(need, board.room(), len(board.held)) and await _try(board, request, [whole]):
+                return True
     loser = victim(list(board.held.values()))
     if board.settings.preempt and not request.over and loser is not None and loser.priority < request.priority:
         await retract(board, loser)  # only one in each step, because its pages take a moment to become free
     return False
-
-
-async def _through_the_gates(board: Board, request: ScheduledRequest, budget: int) -> bool:
-    match = await _match(board, request)
-    extend = max(1, request.length - match.host)
-    need = demand(board.shape, extend, budget, request.more, match)
-    whole = offer(board.shape, extend, budget, request.more)
-    if not board.held:
-        return await _admit_alone(board, request, cut_offers(board.shape, whole, match.host))
-    return passes(need, board.room(), len(board.held)) and await _try(board, request, [whole])
 
 
 async def _match(board: Board, request: ScheduledRequest) -> Matched:
@@ -235,7 +233,15 @@ async def _loaded(board: Board, request: ScheduledRequest, lease: Lease) -> None
         await lease.loaded()
     except LoadFailed as error:
         request.watch = None
-        _enter_again(board, request, error)
+        request.failed_loads += 1
+        if request.failed_loads >= board.settings.load_attempts:
+            board.drop(request, Finish.FAILED, error)
+        else:
+            board.release(request)
+            try:
+                arrive(board, request)
+            except AsyncCacheError as closed:
+                board.drop(request, Finish.FAILED, closed)
     except AsyncCacheError as error:  # the cache is closed
         request.watch = None
         board.drop(request, Finish.FAILED, error)
@@ -244,15 +250,3 @@ async def _loaded(board: Board, request: ScheduledRequest, lease: Lease) -> None
             request.submitted.state = State.RUNNING
             begin_request(request.submitted, lease.hits)
     board.bell.set()
-
-
-def _enter_again(board: Board, request: ScheduledRequest, error: LoadFailed) -> None:
-    request.failed_loads += 1
-    if request.failed_loads >= board.settings.load_attempts:
-        board.drop(request, Finish.FAILED, error)
-        return
-    board.release(request)
-    try:
-        arrive(board, request)
-    except AsyncCacheError as closed:
-        board.drop(request, Finish.FAILED, closed)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.explaining import Explanation
-from asynccache.core.ghosts import Ghosts, Gone
+from asynccache.core.match import Explanation
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
-from asynccache.core.tree import Root
+from asynccache.core.tree import Ghosts, Gone, Root
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 FULL, SWA, MAMBA = ComponentKind

@@ -1,0 +1,287 @@
+"""What a fleet saves by routing, by a shared store, and by both: ``python -m benchmarks.fleet trace.jsonl``.
+
+A simulation. Each of N replicas has room for ``--local`` blocks (device and host as one tier), which a core of ours
+keeps under ``--eviction``, and serves one prefill after another. With ``--together 8`` the replicas are machines of
+eight, which share the memory of all eight, as under ``asynccache serve``. The trace is scaled to the fleet: its
+conversations are drawn again and again, as copies of their own, until all prompts together would keep each replica busy
+for ``--load`` of the time if nothing were cached. Blocks that ``HEAD`` or more different blocks follow, and all before
+them, are heads (system prompts), which all copies share. A copy of a conversation keeps the times between its requests
+and begins at any moment of the trace.
+
+Routing: *random*; *sticky*, a conversation stays with one replica; *prefix*, the router knows each replica's queue and
+what it holds, and takes the replica that will have the first token soonest, out of those that were last seen with the
+longest prefixes and those with the shortest queues (``CANDIDATES`` of each).
+
+The store (``--store``) is shared and unlimited. A block that the replica lacks is read from it where reading takes less
+time than computing. Each block is written once.
+
+The first tenth of the requests warms up and is not counted. Figures are of one seed. Not in the model: failures, a
+store that is full, decoding, and the time to write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from benchmarks.parsing import integer, listed
+
+HEAD = 16
+CANDIDATES = 4
+SPACE = bytes(32)
+UNSLICED = 1 << 40
+ROUTINGS = ("random", "sticky", "prefix")
+
+
+class Prompt(NamedTuple):
+    """A request. ``at``: its arrival, in seconds. ``path``: its full blocks, as keys. ``tokens``: its length."""
+
+    at: float
+    conversation: int
+    path: tuple[int, ...]
+    tokens: int
+
+
+class Model(NamedTuple):
+    """``prefill``: tokens a second. ``block_bytes``: the KV of a block. ``read``: bytes a second from the store."""
+
+    prefill: float
+    block_bytes: float
+    read: float
+
+
+class Row(NamedTuple):
+    """One fleet. ``together``: replicas that share their memory. Shares are of all tokens; ``read``, ``written``: MB/s
+    of a replica; times to the first token in seconds; ``busiest``: the work of the busiest replica over the mean."""
+
+    replicas: int
+    together: int
+    local: int
+    store: bool
+    routing: str
+    requests: int
+    computed: float
+    local_hits: float
+    store_hits: float
+    read: float
+    written: float
+    p50: float
+    p99: float
+    busiest: float
+
+
+def conversations(trace: Sequence[TraceRequest]) -> tuple[list[list[Prompt]], set[int]]:
+    """The trace's requests by conversation, and which keys are heads. A conversation is named by its first block that
+    is no head."""
+    paths = list(paths_of(trace))
+    children: dict[int, set[int]] = {}
+    for path in paths:
+        for parent, child in pairwise(path):
+            children.setdefault(parent, set()).add(child)
+    many = {key for key, below in children.items() if len(below) >= HEAD}
+    heads = {key for path in paths for end, last in enumerate(path) if last in many for key in path[: end + 1]}
+    prompts = [
+        Prompt(at, next((key for key in path if key not in heads), -1 - number), tuple(path), request.input_length)
+        for number, (at, path, request) in enumerate(zip(arrivals(trace, 1.0), paths, trace, strict=True))
+    ]
+    prompts.sort(key=lambda prompt: (prompt.conversation, prompt.at))
+    return [list(one) for _, one in groupby(prompts, key=lambda prompt: prompt.conversation)], heads
+
+
+def fleet_load(trace: Sequence[TraceRequest], tokens: float, seed: int) -> list[Prompt]:
+    """Prompts of about ``tokens`` tokens in all, made of copies of the trace's conversations, by arrival."""
+    texts, heads = conversations(trace)
+    rng, end = random.Random(seed), arrivals(trace, 1.0)[-1]
+    made: list[Prompt] = []
+    stride = 1 + max(key for text in texts for prompt in text for key in prompt.path)
+    copy, total, order = 0, 0, list(range(len(texts)))
+    while total < tokens:
+        rng.shuffle(order)
+        for number in order:
+            copy += 1
+            begin = rng.uniform(0, end) - texts[number][0].at
+            for at, _, path, length in texts[number]:
+                keys = tuple(key if key in heads else key + copy * stride for key in path)
+                made.append(Prompt((at + begin) % end, copy, keys, length))
+                total += length
+            if total >= tokens:
+                break
+    made.sort(key=lambda prompt: prompt.at)
+    small: dict[int, int] = {}
+    return [one._replace(path=tuple(small.setdefault(key, len(small)) for key in one.path)) for one in made]
+
+
+class Memory:
+    """The blocks that one replica holds, or several together."""
+
+    def __init__(self, blocks: int, eviction: str) -> None:
+        component = ComponentSlots(ComponentKind.FULL, blocks)
+        self.core = CacheCore(CoreConfig(page_size=1, components=(component,), eviction=eviction, slice_steps=UNSLICED))
+        self.blocks = blocks
+
+    def holds(self, path: Sequence[int]) -> int:
+        """How many blocks of ``path`` are here."""
+        return self.core.match(SPACE, _key(path)).device
+
+    def keep(self, path: Sequence[int], at: float) -> None:
+        """Keep the blocks of ``path``, which was served, as the policy likes."""
+        if not 0 < len(path) <= self.blocks:
+            return
+        self.core.at(at)
+        key, length = _key(path), len(path)
+        granted = self.core.lease(LeaseRequest(SPACE, key, length, length, length))
+        assert isinstance(granted, Grant)
+        self.core.commit(granted.lease, key, b"")
+        self.core.release(granted.lease)
+
+
+class Replica:
+    """``free_at``: when its queue is done. ``work``: seconds that it has computed or loaded."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.free_at = self.work = 0.0
+
+
+def _key(path: Sequence[int]) -> bytes:
+    return np.asarray(path, np.int32).tobytes()
+
+
+class Router:
+    """Chooses a replica for each prompt. ``seen``: the replicas that were last given a block."""
+
+    def __init__(self, routing: str, replicas: Sequence[Replica], model: Model, seed: int) -> None:
+        self.routing, self.replicas, self.model = routing, replicas, model
+        self.rng = random.Random(seed)
+        self.seen: dict[int, list[int]] = {}
+
+    def choose(self, prompt: Prompt) -> int:
+        """The number of the replica that serves ``prompt``."""
+        if self.routing == "random":
+            return self.rng.randrange(len(self.replicas))
+        if self.routing == "sticky":
+            return random.Random(prompt.conversation).randrange(len(self.replicas))
+        near = next((self.seen[key] for key in reversed(prompt.path) if key in self.seen), [])
+        some = self.rng.sample(range(len(self.replicas)), min(len(self.replicas), 4 * CANDIDATES))
+        idle = sorted(some, key=lambda number: self.replicas[number].free_at)[:CANDIDATES]
+        chosen = min([*near, *idle], key=lambda number: self._soon(number, prompt))
+        for key in prompt.path:
+            last = self.seen.setdefault(key, [])
+            if chosen not in last:
+                last.append(chosen)
+                del last[:-CANDIDATES]
+        return chosen
+
+    def _soon(self, number: int, prompt: Prompt) -> float:
+        replica = self.replicas[number]
+        missing = prompt.tokens - replica.memory.holds(prompt.path) * BLOCK_TOKENS
+        return max(prompt.at, replica.free_at) + missing / self.model.prefill
+
+
+def simulate(load: Sequence[Prompt], router: Router, store: bool, together: int) -> Row:
+    """Serve ``load`` with one fleet."""
+    replicas, model, known, warm = router.replicas, router.model, set[int](), len(load) // 10
+    reads = store and model.block_bytes / model.read < BLOCK_TOKENS / model.prefill
+    tokens = computed = local = far = 0
+    written, waits = 0, []
+    for number, prompt in enumerate(load):
+        replica = replicas[router.choose(prompt)]
+        here = replica.memory.holds(prompt.path)
+        there = here
+        while reads and there < len(prompt.path) and prompt.path[there] in known:
+            there += 1
+        new = len(prompt.path) - sum(key in known for key in prompt.path)
+        known.update(prompt.path)
+        rest = prompt.tokens - there * BLOCK_TOKENS
+        took = rest / model.prefill + (there - here) * model.block_bytes / model.read
+        replica.free_at = max(prompt.at, replica.free_at) + took
+        replica.memory.keep(prompt.path, prompt.at)
+        if number < warm:
+            continue
+        replica.work += took
+        waits.append(replica.free_at - prompt.at)
+        tokens, computed = tokens + prompt.tokens, computed + rest
+        local, far, written = local + here, far + there - here, written + new
+    seconds = (load[-1].at - load[warm].at) * len(replicas)
+    work = [replica.work for replica in replicas]
+    p50, p99 = np.percentile(waits, (50, 99)).tolist()
+    mega = model.block_bytes / 1e6 / seconds
+    return Row(
+        len(replicas), together, replicas[0].memory.blocks // together, store, router.routing, len(load),
+        computed / tokens, local * BLOCK_TOKENS / tokens, far * BLOCK_TOKENS / tokens, far * mega,
+        written * mega if store else 0.0, p50, p99, max(work) / (sum(work) / len(work)),
+    )  # fmt: skip
+
+
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    """The row of each fleet that was asked for."""
+    trace = read_trace(asked.trace, asked.limit)
+    model = Model(asked.prefill, asked.bytes_per_token * BLOCK_TOKENS, asked.read * 1e9)
+    seconds = arrivals(trace, 1.0)[-1]
+    for count in asked.replicas:
+        load = fleet_load(trace, asked.load * model.prefill * seconds * count, asked.seed)
+        together = min(asked.together, count)
+        for blocks, store, routing in product(asked.local, (False, True), ROUTINGS):
+            machines = [Memory(blocks * together, asked.eviction) for _ in range(-(-count // together))]
+            replicas = [Replica(machines[number // together]) for number in range(count)]
+            yield simulate(load, Router(routing, replicas, model, asked.seed), store, together)
+
+
+COLUMNS = (
+    "replicas", "together", "local", "store", "routing", "computed", "here", "in store", "read", "written", "p50",
+    "p99", "busiest",
+)  # fmt: skip
+WIDTHS = (8, 9, 6, 6, 8, 9, 5, 9, 5, 8, 6, 6, 8)
+
+
+def shown(row: Row) -> str:
+    """``row`` as a line of the table."""
+    return _line((
+        row.replicas, row.together, row.local, "yes" if row.store else "-", row.routing, f"{row.computed:.0%}",
+        f"{row.local_hits:.0%}", f"{row.store_hits:.0%}", f"{row.read:.0f}", f"{row.written:.0f}", f"{row.p50:.2f}",
+        f"{row.p99:.1f}", f"{row.busiest:.2f}",
+    ))  # fmt: skip
+
+
+def _line(cells: Sequence[object]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__.splitlines()[0])
+    sizes = listed(integer(1))
+    parser.add_argument("trace", help="a trace in the Mooncake format")
+    parser.add_argument("--replicas", type=sizes, default=(1, 8, 64), help="sizes of fleets (default: 1,8,64)")
+    parser.add_argument("--local", type=sizes, default=(1000, 8000), help="blocks a replica (default: 1000,8000)")
+    parser.add_argument("--together", type=integer(1), default=1, help="replicas of one machine, which share memory")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the time that is computed without a cache")
+    parser.add_argument("--prefill", type=float, default=8000.0, help="tokens a second of a replica (default: 8000)")
+    parser.add_argument("--bytes-per-token", type=integer(1), default=131072, help="KV of a token (default: 131072)")
+    parser.add_argument("--read", type=float, default=3.0, help="GB/s of a replica from the store (default: 3)")
+    parser.add_argument("--eviction", default="lru", help="policy of the replicas (default: lru)")
+    parser.add_argument("--limit", type=integer(1), help="use the first N requests of the trace only")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
+    asked = parser.parse_args(argv)
+    if not asked.json:
+        sys.stdout.write(_line(COLUMNS))
+    for row in rows(asked):
+        sys.stdout.write(json.dumps(row._asdict()) + "\n" if asked.json else shown(row))
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
