@@ -92,10 +92,14 @@ class Leases:
     def _attempt(self, ask: LeaseRequest, root: Node) -> Grant | Wait | More:
         stop = min(len(ask.key), ask.limit * TOKEN_BYTES)
         tried: set[tuple[int, bool]] = set()
+        # With a window, each end is tried twice: the second time the node is cut in which the window begins, so that no
+        # more than the window is pinned.
+        cuts = (False, True) if self._swa else (False,)
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
             ends = self._matches.ends(path, reached)
-            for target, exact in self._ways(ask, path, ends):
+            targets = self._targets(ask, path, ends)
+            for target, exact in [(target, cut) for target in targets for cut in cuts]:
                 if (target, exact) not in tried:
                     break
             else:
@@ -127,14 +131,6 @@ class Leases:
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
-
-    def _ways(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
-        """Return the match ends to try, best first, as pairs: the end in pages, and True if the node in which the
-        window of that end begins is to be cut, so that no more than the window is pinned."""
-        targets = self._targets(ask, path, ends)
-        if not self._swa:
-            return [(target, False) for target in targets]
-        return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
         """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
@@ -328,7 +324,9 @@ class Leases:
         if room is SLICE:
             return More(self._world.plan())
         if room is not FREE:
-            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else self._copies())
+            ops = self._world.ledger.ops.values()
+            copies = tuple([op.id for op in ops if DEVICE in op.tiers])  # they end without waiting for storage
+            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else copies)
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -353,11 +351,6 @@ class Leases:
             split_at(self._world, node, first)
         release_until(self._world, hold, first)
         return True
-
-    def _copies(self) -> tuple[int, ...]:
-        """Return the ids of the operations that pin device pages. They end without waiting for storage."""
-        ops = self._world.ledger.ops.values()
-        return tuple([op.id for op in ops if DEVICE in op.tiers])
 
     def advance(self, lease: CoreLease, position: int) -> Plan:
         """See ``CacheCore.advance``."""

@@ -175,22 +175,23 @@ class World:
 
     def copy(self, effect: LoadBack | Clone) -> None:
         """Add a copy to the plan under construction, behind the backups that were decided before it."""
-        self._join_backups()
+        if self._backups:
+            self._join_backups()
         self._effects.append(effect)
 
     def backup(self, op: Operation, moves: tuple[Move, ...]) -> None:
         """Add a copy to the host to the plan under construction: an effect with the backups before it (``BackupHost``)
         if no other copy came in between, and they do not become too many together."""
-        size = sum([len(move.src) for move in moves])
-        if len(self._backups) >= MOST_OPS or self._moved + size > MOST_BYTES:
+        size = 0
+        for move in moves:
+            size += len(move.src)
+        if self._backups and (len(self._backups) >= MOST_OPS or self._moved + size > MOST_BYTES):
             self._join_backups()
         self._backups.append(op.id)
         self._moves.append(moves)
         self._moved += size
 
     def _join_backups(self) -> None:
-        if not self._backups:
-            return
         moves = self._moves[0]
         if len(self._backups) > 1:
             every = [move for some in self._moves for move in some]
@@ -215,7 +216,8 @@ class World:
     def plan(self) -> Plan:
         """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
         self.limit = self.steps + self.config.slice_steps
-        self._join_backups()
+        if self._backups:
+            self._join_backups()
         if not self._effects and not self._ended:
             if not self.freed:
                 return EMPTY

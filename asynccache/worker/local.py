@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -95,17 +96,14 @@ class Reports(NamedTuple):
     health: Callable[[], None] = lambda: None
 
 
+@dataclass(slots=True)
 class EmbedderParts:
     """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
     the embedder made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
 
-    def __init__(
-        self, device: Device | None = None, storage: Storage | None = None,
-        locate: Callable[[str], Storage] = lambda url: url,
-    ) -> None:  # fmt: skip
-        self.device = device
-        self.storage = storage
-        self.locate = locate
+    device: Device | None = None
+    storage: Storage | None = None
+    locate: Callable[[str], Storage] = lambda url: url
 
 
 def check_storage(name: str, storage: object) -> None:
@@ -679,6 +677,8 @@ class LocalWorker:
 def import_torch() -> None:
     """Import all that ``open_local`` needs. The first time this takes seconds, which are better spent before a loop
     runs."""
+    import asynccache.memory.cpu
+    import asynccache.memory.pools  # noqa: F401
 
 
 def open_device(name: str) -> Device:

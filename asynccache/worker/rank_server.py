@@ -129,8 +129,7 @@ class SentBatches:
         self.last = 0
         self._sent: dict[int, EngineBatch] = {}
         self._unended: dict[int, EngineBatch] = {}
-        self._events: dict[int, Event] = {}
-        self._running: dict[int, EngineBatch] = {}
+        self._running: dict[int, tuple[EngineBatch, Event]] = {}
         self._unread: dict[int, EngineBatch] = {}
         self._came = ChangeSignal()
         self._watching: set[asyncio.Task[None]] = set()
@@ -141,7 +140,7 @@ class SentBatches:
         self._failed = failed
 
     def __repr__(self) -> str:
-        return f"SentBatches({len(self._sent)} sent, {len(self._events)} with an event, {len(self._unread)} unread)"
+        return f"SentBatches({len(self._sent)} sent, {len(self._running)} with an event, {len(self._unread)} unread)"
 
     # what the head says
 
@@ -223,7 +222,7 @@ class SentBatches:
     def lose(self, loads: AbstractSet[int]) -> None:
         """Mark as ``lost`` every batch that needs one of ``loads``, which have failed here. A batch that was ended with
         an event counts until that has fired."""
-        for batch in (*self._sent.values(), *self._running.values()):
+        for batch in (*self._sent.values(), *(batch for batch, _ in self._running.values())):
             if not loads.isdisjoint(batch.loads):
                 batch.lost = True
 
@@ -241,7 +240,7 @@ class SentBatches:
         if event is None:
             self._over(number, error)
         else:  # also if it has fired: only who waits for it hears of its error
-            self._events[number], self._running[number] = event, batch
+            self._running[number] = batch, event
             task = asyncio.get_running_loop().create_task(self._watch(number, event), name="asynccache-batch")
             self._watching.add(task)
             task.add_done_callback(self._watching.discard)
@@ -256,7 +255,7 @@ class SentBatches:
         except Exception as failure:
             self._failed(failure)
             return
-        del self._events[number], self._running[number]
+        del self._running[number]
         self._over(number, error)
 
     def stop(self) -> None:
@@ -272,8 +271,8 @@ class SentBatches:
 
     def events(self, numbers: Sequence[int]) -> list[Event]:
         """Return the events of those batches that the engine has ended and that are not over."""
-        found = (self._events.get(number) for number in numbers)
-        return [event for event in found if event is not None and not event.done()]
+        found = [self._running[number][1] for number in numbers if number in self._running]
+        return [event for event in found if not event.done()]
 
 
 class RankWorker:

@@ -277,19 +277,26 @@ class Copying(NamedTuple):
         return self.layers[i] if self.layers else self.done
 
 
-class _Line:
-    """The works that wait to be submitted to one stream, and the copies that are on it, both in order."""
+class _Line(Inbox[QueuedWork]):
+    """The works that wait to be submitted to one stream, and the copies that are on it (``flying``), both in order."""
 
     def __init__(self) -> None:
-        self.inbox: Inbox[QueuedWork] = Inbox()
+        super().__init__()
         self.flying: deque[Copying] = deque()
-        self.filled = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"{len(self)} queued, {sum(len(copying.work.ops) for copying in self.flying)} on the device"
+        return f"{len(self)} queued, {len(self.flying)} on the device"
 
-    def __len__(self) -> int:
-        return sum(len(queued.work.ops) for queued in self.inbox)
+    async def filled(self) -> None:
+        """Return when there is something to submit or to await. Cancelling it takes nothing."""
+        while not (self._items or self.flying):
+            self._filled.clear()
+            await self._filled.wait()
+
+    def fly(self, copying: Copying) -> None:
+        """Note a copy that is on the device."""
+        self.flying.append(copying)
+        self._filled.set()
 
 
 class LoadBackStage:
@@ -309,13 +316,12 @@ class LoadBackStage:
         return f"LoadBackStage(loads {self._loads!r}; clones {self._clones!r}; {self.meter!r})"
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._clones)
+        return sum(len(queued.work.ops) for queued in (*self._loads, *self._clones))
 
     def put(self, work: Work, after: Sequence[Event]) -> None:
         """Queue ``work``; its outcome is reported exactly once."""
         line = self._clones if work.kind is CopyKind.CLONE else self._loads
-        line.inbox.put(QueuedWork(work, after, perf_counter()))
-        line.filled.set()
+        line.put(QueuedWork(work, after, perf_counter()))
 
     def copying(self, op: int) -> Copying | None:
         """Submit what is queued, and return the copy that ``op`` is part of; None once ``op`` has ended."""
@@ -327,13 +333,13 @@ class LoadBackStage:
         a copy, its loads are lost, and that is the end of the cache. The head is told before anybody can ask for these
         loads and take them for loads that have ended."""
         try:
-            loads = self._loads.inbox.take()
+            loads = self._loads.take()
             if loads:
                 moves, after = _joined(loads)
                 events = self._mover.load(moves, after)
                 for work, _, at in loads:
                     self._fly(self._loads, Copying(work, events.layers, events.done, None, at))
-            for work, waits, at in self._clones.inbox.take():
+            for work, waits, at in self._clones.take():
                 source = self._by_op.get(work.source)
                 needs = source.done if source is not None else None
                 event = self._mover.clone(work.moves, waits if needs is None else (*waits, needs))
@@ -343,8 +349,7 @@ class LoadBackStage:
             raise
 
     def _fly(self, line: _Line, copying: Copying) -> None:
-        line.flying.append(copying)
-        line.filled.set()
+        line.fly(copying)
         self._by_op.update(dict.fromkeys(copying.work.ops, copying))
 
     async def run(self) -> None:
@@ -358,9 +363,7 @@ class LoadBackStage:
 
     async def _serve(self, line: _Line) -> None:
         while True:
-            while not line.flying and not len(line.inbox):  # ``copying`` may have submitted what was queued
-                line.filled.clear()
-                await line.filled.wait()
+            await line.filled()  # ``copying`` may have submitted what was queued
             self.submit()
             copying = line.flying[0]
             work, count = copying.work, len(copying.work.ops)

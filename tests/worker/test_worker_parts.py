@@ -33,17 +33,19 @@ class Host:
         return memoryview(bytearray([slot % 256]))
 
 
+SPECS = CacheConfig(
+    model="m", components=(Full(bytes_per_token=1, device_tokens=1024, host_tokens=1024),), page_size=1,
+    sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1),),
+).pools()  # fmt: skip
+
+
 def pools() -> PoolMap:
-    config = CacheConfig(
-        model="m", components=(Full(bytes_per_token=1, device_tokens=1024, host_tokens=1024),), page_size=1,
-        sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1),),
-    )  # fmt: skip
-    return PoolMap(config.pools(), 1, {"full": Host(), "side": Host()})
+    return PoolMap(SPECS, 1, {"full": Host(), "side": Host()})
 
 
 def worker(store: object, mapped: PoolMap) -> LocalWorker:
     """A worker on the CPU that has ``store`` for its stores, and ``mapped`` for its host pages."""
-    mover = Mover(CpuDevice(), [])
+    mover = Mover(CpuDevice(), SPECS)
     return LocalWorker(mover, mapped, cast("Any", store), StoreLayout({}, b""), takes_stores=True, own_device=True)
 
 
