@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -144,8 +145,8 @@ def test_a_state_that_is_written_after_its_commit_is_found_by_the_next_hit() -> 
 
 def test_a_commit_after_an_event_is_judged_when_that_has_fired(caplog: pytest.LogCaptureFixture) -> None:
     async def body(cache: AsyncCache) -> None:
-        assert cache.device is not None
-        model, gate, late = Model(cache), cache.device.gate(), cache.device.gate()
+        device: Any = cache.device
+        model, gate, late = Model(cache), device.gate(), device.gate()
         async with cache.lease(text(1)) as lease:
             await lease.loaded()
             await lease.commit(text(1), after=gate)
@@ -167,9 +168,9 @@ def test_a_commit_after_an_event_is_judged_when_that_has_fired(caplog: pytest.Lo
 
 
 def test_opening_says_that_it_is_slow(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def opened(**more: bool) -> bool:
+    async def opened(debug: bool | None = None) -> bool:
         caplog.clear()
-        async with AsyncCache(config(), **more):
+        async with AsyncCache(config(), debug=debug):
             return "debug=True" in caplog.text
 
     with caplog.at_level(logging.WARNING, "asynccache"):
