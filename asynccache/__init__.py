@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RankFailure,
         Timeout,
         Unavailable,
+        WrongPages,
     )
     from asynccache.geometry import components_from
     from asynccache.memory.pools import BlockTable, DevicePool
@@ -76,6 +77,7 @@ __all__ = [
     "Unavailable",
     "Unsaved",
     "WritePolicy",
+    "WrongPages",
     "__version__",
     "components_from",
     "load_config",
@@ -114,6 +116,7 @@ _LAZY = {
     "Unavailable": "asynccache.errors",
     "Unsaved": "asynccache.core.passes",
     "WritePolicy": "asynccache.core.settings",
+    "WrongPages": "asynccache.errors",
     "components_from": "asynccache.geometry",
     "load_config": "asynccache.configuration",
 }
