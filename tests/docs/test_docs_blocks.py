@@ -50,6 +50,7 @@ EXCEPTIONS = {
                             "--batches 128"),
     ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment, without SGLang; "
                                "in a clone: '.[sglang]'"),
+    ("docs/engines/sglang.md", "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --page-size 64 \\"),
     ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),
     ("docs/stores/object.md", "asynccache stress --storage 's3://BUCKET/kv?region=eu-west-1'"),
