@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from asynccache.cli.arguments import CommandOptions, option
+from asynccache.cli.engine_line import engine_line, parsed_urls
 from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
@@ -22,10 +23,6 @@ from asynccache.redaction import redacted, shown
 from asynccache.settings import Count, parse_size
 
 ENGINES = ("vllm", "sglang")
-
-
-def _urls(name: str, text: str) -> tuple[str, ...]:
-    return tuple(text.split("\n"))
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -42,7 +39,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     json: Annotated[bool, option("", "show: print JSON instead of TOML", const=True)] = False
     storage: Annotated[tuple[str, ...], option(
         "URL", "vllm, sglang: a store, such as file:/var/kv?capacity=500GiB; may be given several times, the nearest "
-        "first", several=True, parse=_urls)] = ()
+        "first", several=True, parse=parsed_urls)] = ()
     host: Annotated[int | None, option("SIZE", "vllm, sglang: host memory, as in 32GiB", parse=parse_size)] = None
     namespace: Annotated[str | None, option(
         "TEXT", "vllm, sglang: what stands for the weights in keys (default: a digest of their files)")] = None
@@ -65,8 +62,6 @@ def execute(options: Options) -> int:
         ConfigError: ``check`` was given no file, or an engine cannot use what was given.
     """
     if options.action in ENGINES:
-        from asynccache.cli.engine_line import engine_line  # here: the other actions need no store
-
         line = engine_line(options.action, options.storage, options.host, options.namespace, options.block_size)
         print(line.text)
         print("\n".join(f"asynccache: assumed: {one}" for one in line.assumed), file=sys.stderr)

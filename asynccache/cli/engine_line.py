@@ -36,6 +36,11 @@ class EngineLine(NamedTuple):
     assumed: list[str]
 
 
+def parsed_urls(name: str, text: str) -> tuple[str, ...]:
+    """The URLs of an option that may be given several times."""
+    return tuple(text.split("\n"))
+
+
 def engine_line(engine: str, storage: Sequence[str], host: int | None, namespace: str | None,
                 block: int | None) -> EngineLine:  # fmt: skip
     """Return the line for ``engine``, vllm or sglang. ``storage``: the stores' URLs, the nearest first; ``host``: bytes
@@ -60,10 +65,12 @@ def engine_line(engine: str, storage: Sequence[str], host: int | None, namespace
     return _vllm(entry, host, block, assumed) if engine == "vllm" else _sglang(entry, host, block, assumed)
 
 
-def _check_storage(engine: str, storage: Sequence[str]) -> list[str]:
-    """Check the URLs; returns what is assumed about them."""
-    if not storage:
-        raise ConfigError(f"config {engine} needs --storage URL, as in file:/var/kv?capacity=500GiB")
+def placed_storage(engine: str, storage: Sequence[str]) -> list[str]:
+    """The URLs as the engine's first rank has them, checked.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
     for url in storage:
         if unknown := next((name for name in _BRACES.findall(url) if name not in RANKS[engine]), None):
             known = ", ".join(f"{{{name}}}" for name in RANKS[engine])
@@ -74,6 +81,14 @@ def _check_storage(engine: str, storage: Sequence[str]) -> list[str]:
     placed = [_BRACES.sub("0", url) for url in storage]
     for error in check_stores(placed, StoreLayout({"kv": PAGE_BYTES}, RECORD_SCHEMA)):
         raise error
+    return placed
+
+
+def _check_storage(engine: str, storage: Sequence[str]) -> list[str]:
+    """Check the URLs; returns what is assumed about them."""
+    if not storage:
+        raise ConfigError(f"config {engine} needs --storage URL, as in file:/var/kv?capacity=500GiB")
+    placed_storage(engine, storage)
     assumed = []
     for url in storage:
         scheme = url.partition(":")[0]
