@@ -25,7 +25,7 @@ from asynccache import compiled
 from asynccache.cli.output import Tell
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.holds import release_hold, take_hold
-from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
+from asynccache.core.plan import More, Outcome, Plan, Status, Wait, operations
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
 from benchmarks.tables import Chart, Row
@@ -140,7 +140,7 @@ class Bed:
     def complete(self, plan: Plan) -> None:
         """Apply a successful outcome for every effect of ``plan``, and for the effects that follow from that."""
         while plan.effects or self.core.behind:
-            ops = [effect.op for effect in plan.effects if not isinstance(effect, (Publish, Cleared))]
+            ops = [op for effect in plan.effects for op in operations(effect)]
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 
     def lease(self, key: bytes) -> CoreLease:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from asynccache.core.cache import Begin, CacheCore, CoreLease, Grant, LeaseRequest, PrefetchBegun
-from asynccache.core.plan import BackupStorage, Outcome, Plan, Status, Wait
+from asynccache.core.plan import BackupStorage, Outcome, Plan, Status, Wait, operations
 from asynccache.core.plan import More as MoreToDo
 from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig, WritePolicy
 
@@ -88,8 +88,7 @@ class Calls:
 
     def _note(self, plan: Plan) -> None:
         for effect in plan.effects:
-            op = getattr(effect, "op", None)
-            if op is not None:
+            for op in operations(effect):
                 bad = isinstance(effect, BackupStorage) and not self.refused.isdisjoint(
                     pages.hashes[at : at + 32] for pages in effect.pages for at in range(0, len(pages.hashes), 32)
                 )

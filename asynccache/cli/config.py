@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from asynccache.cli.arguments import CommandOptions, option
 from asynccache.cli.engine_line import engine_line, parsed_urls
+from asynccache.cli.options import CommandOptions, option
 from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError

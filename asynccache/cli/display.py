@@ -24,9 +24,9 @@ from rich.text import Text
 
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
+from asynccache.cli.output import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
+from asynccache.cli.report import Tally
 from asynccache.cli.service import RequestRunner
-from asynccache.cli.tally import Tally
-from asynccache.cli.text import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
 from asynccache.cli.workloads import BLOCK_TOKENS
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from typing import Annotated, Any
 from msgspec import structs
 
 from asynccache import compiled
-from asynccache.cli.arguments import CommandOptions, Json, option, parsed_device
 from asynccache.cli.engine_doctor import Engine, examine_engine
 from asynccache.cli.engine_doctor import told as findings_told
 from asynccache.cli.engine_line import parsed_urls
-from asynccache.cli.output import answer, progress
-from asynccache.cli.text import first_line
-from asynccache.cli.text import size as spelled
+from asynccache.cli.options import CommandOptions, Json, option, parsed_device
+from asynccache.cli.output import answer, first_line, progress
+from asynccache.cli.output import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import BRINGS, install
 from asynccache.settings import parse_size

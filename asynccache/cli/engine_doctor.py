@@ -24,12 +24,11 @@ from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
 from asynccache.cli.engine_line import HOST, RANKS, placed_storage
-from asynccache.cli.output import Tell
-from asynccache.cli.text import first_line, size
+from asynccache.cli.output import Tell, first_line, size
 from asynccache.errors import AsyncCacheError, Unavailable
 from asynccache.redaction import redacted
 from asynccache.storage import KEY_BYTES, RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store, parse_size, parse_url
-from asynccache.storage.scrub import within
+from asynccache.storage.checked import within
 
 Engine = Literal["vllm", "sglang", "transformers"]
 State = Literal["well", "note", "wrong"]

@@ -14,7 +14,7 @@ import urllib.request
 from contextlib import suppress
 from typing import Annotated, Any
 
-from asynccache.cli.arguments import AsJson, CommandOptions, option
+from asynccache.cli.options import AsJson, CommandOptions, option
 from asynccache.errors import ConfigError
 
 TIMEOUT = 30.0

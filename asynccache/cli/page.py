@@ -19,7 +19,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from asynccache import __version__, compiled
-from asynccache.cli.text import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent
+from asynccache.cli.output import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent
 
 Report = Mapping[str, Any]
 Point = tuple[float, float]

@@ -15,10 +15,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, convert
 
-from asynccache.cli.arguments import CommandOptions, Json, Rate, option
 from asynccache.cli.hit_curves import curve, next_uses, optimum, policy_hits
-from asynccache.cli.output import answer, progress
-from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
+from asynccache.cli.options import CommandOptions, Json, Rate, option
+from asynccache.cli.output import HIT_RATIO, TIER_NAMES, answer, number, percent, progress
 from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
 from asynccache.config import eviction_policies
 from asynccache.errors import ConfigError

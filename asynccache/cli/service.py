@@ -25,7 +25,7 @@ import numpy as np
 
 from asynccache.cli.engine import NOTHING, Engine, PageRun, Values, Verdict, page_values
 from asynccache.cli.options import RunSettings
-from asynccache.cli.tally import Tally
+from asynccache.cli.report import Tally
 from asynccache.cli.workloads import RunRequest, Source, Tokens
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheClosed, CacheFull, LoadFailed, RankFailure

@@ -20,9 +20,8 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Annotated, Any, Literal, cast
 
-from asynccache.cli.arguments import CommandOptions, Json, Rate, option
-from asynccache.cli.output import Tell, answer, progress
-from asynccache.cli.text import milliseconds, number, percent, size
+from asynccache.cli.options import CommandOptions, Json, Rate, option
+from asynccache.cli.output import Tell, answer, milliseconds, number, percent, progress, size
 from asynccache.errors import ConfigError
 from asynccache.settings import Count
 from asynccache.storage import (
@@ -43,8 +42,7 @@ from asynccache.storage import (
     parse_size,
     parse_url,
 )
-from asynccache.storage.checked import verify
-from asynccache.storage.scrub import in_time, pause, scrub_listed, within
+from asynccache.storage.checked import in_time, pause, scrub_listed, verify, within
 
 PROBES = 5
 WHOLE_TIMEOUT = 3600.0

@@ -24,10 +24,9 @@ from random import Random
 from textwrap import wrap
 from typing import Annotated, Any
 
-from asynccache.cli.arguments import CommandOptions, Concurrency, Json, NotNegative, Rate, option
 from asynccache.cli.openai_client import Answer, Client, EngineError, apart
-from asynccache.cli.output import Tell, answer, progress
-from asynccache.cli.text import number
+from asynccache.cli.options import CommandOptions, Concurrency, Json, NotNegative, Rate, option
+from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Count
 

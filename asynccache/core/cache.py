@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
-from asynccache.core.holds import Hold
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
-from asynccache.core.ledger import COMPUTE, Kind
+from asynccache.core.leases import EVERYTHING, Grant, LeaseRequest, Leases
+from asynccache.core.ledger import COMPUTE, CoreLease, Hold, Kind
 from asynccache.core.match import Explanation, Explanations, Match, Matches
 from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
 from asynccache.core.plan import Failing, More, Outcome, Plan, Status, Wait

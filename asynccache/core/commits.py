@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.core.holds import Hold, release_hold, take_hold
+from asynccache.core.holds import release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.leases import CoreLease, retire
-from asynccache.core.ledger import COMPUTE, LOAD_BACK
+from asynccache.core.leases import retire
+from asynccache.core.ledger import COMPUTE, LOAD_BACK, CoreLease, Hold
 from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Compute, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy

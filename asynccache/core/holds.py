@@ -17,24 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynccache.core.ledger import DEVICE, HOST
+from asynccache.core.ledger import DEVICE, HOST, NOWHERE, Hold
 from asynccache.core.tree import PRESENT, Node
-from asynccache.core.world import NOWHERE, World
-
-
-class Hold:
-    """The pins on ``tier`` for a match that ends in the node ``end``.
-
-    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
-    which is a node's border; NOWHERE: on none.
-    """
-
-    __slots__ = ("end", "lows", "tier")
-
-    def __init__(self, end: Node, tier: int, components: int) -> None:
-        self.end = end
-        self.tier = tier
-        self.lows = [NOWHERE] * components
+from asynccache.core.world import World
 
 
 def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, *, floor: int = 0) -> Hold:
@@ -86,24 +71,17 @@ class Claims:
         self.held: dict[int, Hold] = {}
 
     def take(self, holder: int, path: Sequence[Node], target: int) -> None:
-        """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``. An earlier
-        claim of the same holder is released; the new one is firm if that was."""
+        """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``: up to the
+        deepest node that begins before that page and has FULL on the host. An earlier claim of the same holder is
+        released; the new one is firm if that was."""
         before = self.held.pop(holder, None)
-        end = self._on_host(path, target)
-        if end is not None:
-            self.held[holder] = take_hold(self._world, end, min(target, end.end), HOST)
+        for end in reversed(path):
+            if end.parent.end < target and end.state[self._world.count] == PRESENT:  # type: ignore[union-attr]
+                self.held[holder] = take_hold(self._world, end, min(target, end.end), HOST)
+                break
         if before is not None:
             self._unpin(before)
         self._firm.intersection_update(self.held)
-
-    def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
-        """Return the deepest node of ``path`` that begins before page ``target`` and has FULL on the host; None if
-        there is none."""
-        for node in reversed(path):
-            start = node.parent.end  # type: ignore[union-attr]
-            if start < target and node.state[self._world.count] == PRESENT:
-                return node
-        return None
 
     def confirm(self, holder: int, firm: bool) -> None:
         """Note whether the request of ``holder`` stands in line. Nothing happens if it has no claim."""

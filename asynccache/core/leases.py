@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asynccache.core.holds import Hold, release_hold, release_until, take_hold
+from asynccache.core.holds import release_hold, release_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, NOWHERE, ON_DEVICE, RETIRE, CoreLease, Operation
 from asynccache.core.match import Ends, Matches
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import ABSENT, ARRIVING, PRESENT, Node, walk
-from asynccache.core.world import NOWHERE, PASSED, World, split_at
+from asynccache.core.world import PASSED, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
@@ -44,45 +44,6 @@ class LeaseRequest(NamedTuple):
     chunk_swa: int = EVERYTHING
     shorter: bool = True
     shared: int = EVERYTHING
-
-
-class CoreLease:
-    """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
-    in tokens.
-
-    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
-    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
-    exist up to here.
-
-    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
-    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
-    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
-    failed. ``length``: how many tokens are committed so far.
-
-    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
-    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
-    decoding needs no window any more.
-    """
-
-    __slots__ = (
-        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from",
-        "released", "reserved", "shared", "states", "valid",
-    )  # fmt: skip
-
-    def __init__(self, lease_id: int, hold: Hold) -> None:
-        self.id = lease_id
-        self.hold = hold
-        self.own: list[bytes] = []
-        self.own_from: list[int] = []
-        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
-        self.loads: tuple[int, ...] = ()
-        self.shared = NOWHERE
-        self.states = b""
-        self.valid: int | None = None
-        self.released = False
-
-    def __repr__(self) -> str:
-        return f"<Lease {self.id} cached={self.cached} length={self.length} reserved={self.reserved}>"
 
 
 class Grant(NamedTuple):
@@ -131,10 +92,14 @@ class Leases:
     def _attempt(self, ask: LeaseRequest, root: Node) -> Grant | Wait | More:
         stop = min(len(ask.key), ask.limit * TOKEN_BYTES)
         tried: set[tuple[int, bool]] = set()
+        # With a window, each end is tried twice: the second time the node is cut in which the window begins, so that no
+        # more than the window is pinned.
+        cuts = (False, True) if self._swa else (False,)
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
             ends = self._matches.ends(path, reached)
-            for target, exact in self._ways(ask, path, ends):
+            targets = self._targets(ask, path, ends)
+            for target, exact in [(target, cut) for target in targets for cut in cuts]:
                 if (target, exact) not in tried:
                     break
             else:
@@ -166,14 +131,6 @@ class Leases:
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
-
-    def _ways(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
-        """Return the match ends to try, best first, as pairs: the end in pages, and True if the node in which the
-        window of that end begins is to be cut, so that no more than the window is pinned."""
-        targets = self._targets(ask, path, ends)
-        if not self._swa:
-            return [(target, False) for target in targets]
-        return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
         """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
@@ -367,7 +324,9 @@ class Leases:
         if room is SLICE:
             return More(self._world.plan())
         if room is not FREE:
-            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else self._copies())
+            ops = self._world.ledger.ops.values()
+            copies = tuple([op.id for op in ops if DEVICE in op.tiers])  # they end without waiting for storage
+            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else copies)
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -392,11 +351,6 @@ class Leases:
             split_at(self._world, node, first)
         release_until(self._world, hold, first)
         return True
-
-    def _copies(self) -> tuple[int, ...]:
-        """Return the ids of the operations that pin device pages. They end without waiting for storage."""
-        ops = self._world.ledger.ops.values()
-        return tuple([op.id for op in ops if DEVICE in op.tiers])
 
     def advance(self, lease: CoreLease, position: int) -> Plan:
         """See ``CacheCore.advance``."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.eviction import Judged, is_idle, last_touch
+from asynccache.core.ledger import NOWHERE
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, HERE, LEAVING, NAMES, PRESENT, Gone, Node, Root, walk
-from asynccache.core.world import NOWHERE, World
+from asynccache.core.world import World
 
 
 class Match(NamedTuple):
@@ -282,25 +283,19 @@ class Explanations:
         if end == pages:
             return None, "the whole prompt is there"
         if limit is None:
-            return ComponentKind.FULL, self._why_full(path, full, gone)
+            moving = path and path[-1].end > full and self._lacks(path[-1], 0)
+            return ComponentKind.FULL, _MOVING if moving else _WORDS[gone]
         kind, size = self._world.components[limit].kind, self._size
         if kind is ComponentKind.MAMBA:
             return kind, f"no state is kept at any position from {(end + 1) * size} to {full * size}"
         hole = next(node for node in reversed(path) if node.end > end and self._lacks(node, limit))
-        return kind, f"a window that ends beyond {end * size} needs what is gone of {self._span(hole, full)}"
-
-    def _span(self, node: Node, full: int) -> str:
-        start = node.parent.end if node.parent is not None else 0
-        return f"{start * self._size} to {min(node.end, full) * self._size}"
+        start = hole.parent.end  # type: ignore[union-attr]
+        gap = f"{start * size} to {min(hole.end, full) * size}"
+        return kind, f"a window that ends beyond {end * size} needs what is gone of {gap}"
 
     def _lacks(self, node: Node, c: int) -> bool:
         state = node.state
         return state[c] not in HERE and not (state[c] == ABSENT and state[c + self._world.count] == PRESENT)
-
-    def _why_full(self, path: Sequence[Node], full: int, gone: Gone) -> str:
-        if path and path[-1].end > full and self._lacks(path[-1], 0):
-            return "what follows is in neither tier now, though the tree knows it: it is on its way in or out"
-        return _WORDS[gone]
 
     def _runs(self, path: Sequence[Node], tree: int) -> list[PromptRun]:
         runs, start, size, count = [], 0, self._size, self._world.count
@@ -327,6 +322,7 @@ class Explanations:
         return tuple(PagesToLoad(component.kind, pages) for component, pages in lacking if pages)
 
 
+_MOVING = "what follows is in neither tier now, though the tree knows it: it is on its way in or out"
 _WORDS = {
     Gone.NEVER: "what follows was never here, or so long ago that it is forgotten",
     Gone.DEVICE: "what follows was evicted from the device, and there was no copy of it",

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from asynccache.core.holds import Hold, release_hold, take_hold
+from asynccache.core.holds import release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Operation
+from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Hold, Operation
 from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
 from asynccache.core.room import FREE, SHORT, SLICE

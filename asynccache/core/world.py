@@ -23,8 +23,24 @@ from typing import Final
 from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.ledger import DEVICE, HOST, Ledger, Operation, SlotPool
-from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.ledger import DEVICE, HOST, NOWHERE, Ledger, Operation, SlotPool
+from asynccache.core.plan import (
+    EMPTY,
+    FREED,
+    MOST_BYTES,
+    MOST_OPS,
+    SLOT_BYTES,
+    BackupHost,
+    Clone,
+    Effect,
+    Ended,
+    LoadBack,
+    Medium,
+    Move,
+    Plan,
+    Publish,
+    Status,
+)
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.tree import (
@@ -47,8 +63,6 @@ from asynccache.errors import InvariantViolation
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
 EARLY: Final = 0
 LATE: Final = 1
-# The page number that stands for a border which does not exist. It is larger than every other.
-NOWHERE: Final = 1 << 60
 PASSED: Final = 16
 
 # How many bits of ``Node.stored`` are for components. The era stands above them.
@@ -147,14 +161,47 @@ class World:
         self.limit = config.slice_steps
         self._era_began = 0
         self._effects: list[Effect] = []
+        self._backups: list[int] = []
+        self._moves: list[tuple[Move, ...]] = []
+        self._moved = 0
         self._ended: list[Ended] = []
         self.freed = False
 
     # the plan under construction
 
     def effect(self, effect: Effect) -> None:
-        """Add an effect to the plan under construction."""
+        """Add an effect to the plan under construction: any but a copy."""
         self._effects.append(effect)
+
+    def copy(self, effect: LoadBack | Clone) -> None:
+        """Add a copy to the plan under construction, behind the backups that were decided before it."""
+        if self._backups:
+            self._join_backups()
+        self._effects.append(effect)
+
+    def backup(self, op: Operation, moves: tuple[Move, ...]) -> None:
+        """Add a copy to the host to the plan under construction: an effect with the backups before it (``BackupHost``)
+        if no other copy came in between, and they do not become too many together."""
+        size = 0
+        for move in moves:
+            size += len(move.src)
+        if self._backups and (len(self._backups) >= MOST_OPS or self._moved + size > MOST_BYTES):
+            self._join_backups()
+        self._backups.append(op.id)
+        self._moves.append(moves)
+        self._moved += size
+
+    def _join_backups(self) -> None:
+        moves = self._moves[0]
+        if len(self._backups) > 1:
+            every = [move for some in self._moves for move in some]
+            moves = tuple([
+                Move(kind, b"".join([move.src for move in every if move.component == kind]),
+                     b"".join([move.dst for move in every if move.component == kind]))
+                for kind in sorted({move.component for move in every})
+            ])  # fmt: skip
+        self._effects.append(BackupHost(tuple(self._backups), moves))
+        self._backups, self._moves, self._moved = [], [], 0
 
     def end(self, op: Operation, status: Status) -> None:
         """Close ``op``, which ended with ``status``, and say so in the plan."""
@@ -169,6 +216,8 @@ class World:
     def plan(self) -> Plan:
         """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
         self.limit = self.steps + self.config.slice_steps
+        if self._backups:
+            self._join_backups()
         if not self._effects and not self._ended:
             if not self.freed:
                 return EMPTY

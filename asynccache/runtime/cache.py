@@ -39,13 +39,15 @@ from asynccache.worker.local import (
     StoreOptions,
     check_device,
     check_storage,
+    import_torch,
+    open_local,
 )
 from asynccache.worker.ranks import Workers
-from asynccache.worker.stats import Histogram, StageStats
+from asynccache.worker.stages import Histogram, StageStats
 
 if TYPE_CHECKING:
     from asynccache.worker.local import BlockTable, DevicePool, LocalWorker
-    from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.rank_server import RankWorker
 
 Namespace = str | bytes | None
 
@@ -141,9 +143,7 @@ class AsyncCache:
             checks.instance("workers", workers, Workers)
         self._workers = workers
         if workers is None or workers.own is not None:
-            from asynccache.worker.opening import open_local  # not before there is a cache: torch comes with it
-
-            self._open_local = open_local
+            import_torch()  # not before there is a cache
         locate = () if workers is None else (workers.locate,)
         self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
@@ -212,7 +212,7 @@ class AsyncCache:
     async def _open(self) -> None:
         worker: LocalWorker
         if self._workers is None:
-            worker = await self._open_local(self.config, self.config.pools(), self._given)
+            worker = await open_local(self.config, self.config.pools(), self._given)
         else:
             from asynccache.worker.group import open_group
 

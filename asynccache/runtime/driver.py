@@ -58,6 +58,7 @@ from asynccache.core.plan import (
     Publish,
     Retire,
     Status,
+    operations,
 )
 from asynccache.errors import (
     AsyncCacheError,
@@ -561,9 +562,11 @@ class Driver:
                 continue
             if isinstance(effect, Compute):  # who made the commit has its batches watched; no pages come with its end
                 continue
-            self.ops.open(effect.op)
+            began = operations(effect)
+            for op in began:
+                self.ops.open(op)
             if isinstance(effect, (BackupHost, BackupStorage)):
-                self.saving.add(effect.op)
+                self.saving.update(began)
             if isinstance(effect, BackupStorage):
                 self._stages.store(effect)
             elif not isinstance(effect, Retire):

@@ -39,7 +39,7 @@ from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import Namespaces
 from asynccache.worker.local import LATE, MOMENT, Reports
 from asynccache.worker.pool_layout import PoolLayout
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.core.plan import BackupStorage, Copy, Event

@@ -20,7 +20,7 @@ from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore, LeaseRequest
-    from asynccache.core.leases import CoreLease
+    from asynccache.core.ledger import CoreLease
 
 
 class Miss(IntEnum):

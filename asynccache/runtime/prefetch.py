@@ -55,7 +55,7 @@ from asynccache.runtime.save import StoreCall
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
 from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import StageMeter
 from asynccache.worker.work import ReadOrder, StoreQuestion
 
 if TYPE_CHECKING:

@@ -9,38 +9,48 @@ Laws:
   storage keys.
 * A batch of the engine's work is a number to the head. The event that the number stands for stays with the worker.
 * A failure to look up or read a page is an answer (``Result``), and not an exception.
+* Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
+  worker writes.
+* Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
+  mostly finds the rest; the order is no proof of that. Of an operation that has failed, nothing more is written. The
+  head decides which backups are written as one batch, and when a batch is given up.
 * Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
 * Closing goes in the reverse order: stores, then copies that are under way, then the device, if the worker opened it.
 * A store is told where the host's pages lie before its first read or write.
 
-This module does not import torch: a head without a rank of its own knows these methods, too, and has no device.
+This module imports torch only to open a worker: a head without a rank of its own knows these methods, too, and has no
+device.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache import checks
-from asynccache.core.plan import Status
+from asynccache.config import CacheConfig, PoolSpec
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import SLOT_BYTES, Status
 from asynccache.errors import ConfigError, CopyFailed
 from asynccache.memory.device import Device as Device
-from asynccache.memory.device import Event
+from asynccache.memory.device import Event, parse_device
+from asynccache.settle import completed, completed_in_thread
+from asynccache.storage import PageKey
 from asynccache.storage.attachment import close_unattached, open_all, open_attached
 from asynccache.storage.call_guard import BreakerState as BreakerState
-from asynccache.storage.checked import CheckedStore
+from asynccache.storage.checked import CheckedStore, store_layout
 from asynccache.storage.contract import Result as Result
 from asynccache.storage.contract import StorageBackend, StoreLayout
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions as StoreOptions
 from asynccache.storage.wrapper import watch
 from asynccache.worker import folds
+from asynccache.worker.messages import remote
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.remote import remote
-from asynccache.worker.stages import BackupHostStage, LoadBackStage, ReadingStage, WritingStage
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import BackupHostStage, LoadBackStage, StageMeter
 from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
@@ -56,6 +66,9 @@ MOMENT = 1.0
 """Seconds that a closing cache waits for copies on the embedder's device, at least, whatever the deadline."""
 LATE = 3.0
 """Seconds beyond its deadline that a closing cache still waits for its worker, or for the workers of all ranks."""
+BATCH_PAGES = 128
+"""The most pages of one call of a store, and of one step of the loop. A store that knows its index, or has its pages in
+memory, answers without suspending, so reading and writing give the loop a turn after each call."""
 DELETE_PAGES = 32
 SWEEP = 64
 """A sweep forgets the batches that are over. The next sweep is made once there are ``2 * kept + SWEEP``, where ``kept``
@@ -83,17 +96,14 @@ class Reports(NamedTuple):
     health: Callable[[], None] = lambda: None
 
 
+@dataclass(slots=True)
 class EmbedderParts:
     """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
     the embedder made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
 
-    def __init__(
-        self, device: Device | None = None, storage: Storage | None = None,
-        locate: Callable[[str], Storage] = lambda url: url,
-    ) -> None:  # fmt: skip
-        self.device = device
-        self.storage = storage
-        self.locate = locate
+    device: Device | None = None
+    storage: Storage | None = None
+    locate: Callable[[str], Storage] = lambda url: url
 
 
 def check_storage(name: str, storage: object) -> None:
@@ -197,6 +207,83 @@ class LocalBatches:
         return [batch.event for batch in batches if batch is not None and not batch.done()]
 
 
+class WriteRun(NamedTuple):
+    """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
+    them to the stores that workers share. ``full``: True if they count as pages of FULL."""
+
+    op: int
+    ours: bool
+    keys: list[PageKey]
+    payloads: list[memoryview]
+    full: bool
+
+
+class BatchWrite:
+    """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
+    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
+
+    def __init__(self, tiers: TieredStore, pools: PoolMap, batch: Sequence[WriteOrder]) -> None:
+        self._tiers = tiers
+        self._pools = pools
+        self._batch = batch
+        self.left = {
+            op: sum(len(slots) // SLOT_BYTES * len(pools.of.get(component, ())) for component, _, slots in pages)
+            for op, pages in batch
+        }
+        self.failed: set[int] = set()
+        self.pages = self.full_pages = self.bytes = 0
+
+    def parts(self, step: int) -> Iterator[list[WriteRun]]:
+        """Yield the pages of the pools of one step (``PoolMap.written``), at most ``BATCH_PAGES`` at a time, without
+        those of operations that have failed by then."""
+        pools, written = self._pools, self._pools.written[step]
+        part: list[WriteRun] = []
+        room = BATCH_PAGES
+        for op, lists in self._batch:
+            for component, hashes, slots in lists:
+                for spec in written.get(component, ()):
+                    begin, count = 0, len(slots) // SLOT_BYTES
+                    while begin < count and op not in self.failed:
+                        end = min(count, begin + room)
+                        keys = pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
+                        payloads = pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+                        part.append(WriteRun(op, spec.writes, keys, payloads, pools.counts(spec.name)))
+                        room -= end - begin
+                        begin = end
+                        if not room:
+                            yield part
+                            part, room = [], BATCH_PAGES
+        if part:
+            yield part
+
+    async def put(self, part: Sequence[WriteRun]) -> None:
+        """Write ``part``: to the shared stores what is ours, and all of it to stores of our own."""
+        ours, theirs = [run for run in part if run.ours], [run for run in part if not run.ours]
+        if ours:
+            await self._put_in(ours, shared=True)
+        if theirs and (self._tiers.writers(shared=False) or not self._tiers.writers()):
+            await self._put_in(theirs, shared=False)
+        else:  # all stores are shared: another worker writes them
+            for run in theirs:
+                self.left[run.op] -= len(run.keys)
+
+    async def _put_in(self, part: Sequence[WriteRun], *, shared: bool) -> None:
+        keys = [key for run in part for key in run.keys]
+        payloads = [payload for run in part for payload in run.payloads]
+        results = await self._tiers.put(keys, payloads, shared=shared)
+        begin = 0
+        for run in part:
+            count = len(run.keys)
+            hits = results[begin : begin + count].count(Result.HIT)
+            begin += count
+            self.left[run.op] -= hits
+            self.pages += hits
+            self.full_pages += hits * run.full
+            self.bytes += hits * run.payloads[0].nbytes
+            if hits < count:
+                self.failed.add(run.op)
+
+
 class LocalWorker:
     """Performs what the head decides. Its calls belong to the thread of the head's loop, except ``engine_event`` and
     ``hold``. ``mover``: the pools and streams. ``takes_stores``: True if there is a host tier, which stores need.
@@ -215,8 +302,7 @@ class LocalWorker:
         self._tiers = tiers
         self._layout = layout
         self._batches = LocalBatches()
-        self._writing = WritingStage(tiers, pools)
-        self._reading = ReadingStage(tiers, pools)
+        self._given_up: set[int] = set()
         self._stores: dict[int, AttachedStore] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._last_store = 0
@@ -355,18 +441,29 @@ class LocalWorker:
     async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
         """Write the host pages of ``batch`` to the stores, and return what was stored. Cancelling it returns after the
         stores have let go of the pages."""
-        return await self._writing.store(batch)
+        first, writing = batch[0].op, BatchWrite(self._tiers, self._map, batch)
+        try:
+            for step in range(len(self._map.written)):
+                for part in writing.parts(step):
+                    await writing.put(part)
+                    await asyncio.sleep(0)
+                    if first in self._given_up:
+                        writing.failed.update(op for op, left in writing.left.items() if left)
+        finally:
+            self._given_up.discard(first)
+        return StoredBatch(frozenset(writing.failed), writing.pages, writing.full_pages, writing.bytes)
 
     @remote()
     def give_up(self, op: int) -> None:
-        """Write nothing more of the batch that begins with operation ``op``, after what is under way."""
-        self._writing.give_up(op)
+        """Write nothing more of the batch that begins with operation ``op``, after the call of the store that is under
+        way. To be called before or while ``store`` writes this batch, and not later."""
+        self._given_up.add(op)
 
     @remote(fold=folds.found)
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
         it changes nothing."""
-        return await self._reading.ask(asked)
+        return [await self._results(pool, hashes) for pool, hashes in asked]
 
     @remote(fold=folds.read)
     async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
@@ -376,7 +473,29 @@ class LocalWorker:
         missing in any pool. If a pool lacks a page, this page and those behind it are not read from the later pools,
         which have no results for them. Cancelling it returns after the stores have let go of the host's pages.
         """
-        return await self._reading.read(reads, run)
+        answers: list[bytes] = []
+        for pool, hashes, slots in reads:
+            if run and answers:
+                hits = len(answers[-1]) - len(answers[-1].lstrip(bytes([Result.HIT])))
+                hashes = hashes[: hits * HASH_BYTES]
+            answers.append(await self._results(pool, hashes, slots))
+        return answers
+
+    async def _results(self, pool: str, hashes: bytes, slots: bytes | None = None) -> bytes:
+        """Return a result for each page. With ``slots`` the pages are read, and else only looked up. Of a pool without
+        bytes here all pages are HIT, since other workers' answers decide."""
+        if not self._map.has(pool):
+            return bytes([Result.HIT]) * (len(hashes) // HASH_BYTES)
+        answers = bytearray()
+        for at in range(0, len(hashes) // HASH_BYTES, BATCH_PAGES):
+            keys = self._map.keys(pool, hashes[at * HASH_BYTES : (at + BATCH_PAGES) * HASH_BYTES])
+            if slots is None:
+                answers += bytes(await self._tiers.exists(keys))
+            else:
+                own = slots[at * SLOT_BYTES : (at + len(keys)) * SLOT_BYTES]
+                answers += bytes(await self._tiers.get(keys, self._map.payloads(pool, own)))
+            await asyncio.sleep(0)
+        return bytes(answers)
 
     @remote()
     async def delete(self, hashes: Sequence[bytes]) -> None:
@@ -550,3 +669,63 @@ class LocalWorker:
         """The stores' counters: first their sums, in which ``breaker`` is the best state of any store; then those of
         each store by its name, nearest first. Of several workers, ``breaker`` is the worst worker's."""
         return self._tiers.stats(), self._tiers.store_stats()
+
+
+# opening
+
+
+def import_torch() -> None:
+    """Import all that ``open_local`` needs. The first time this takes seconds, which are better spent before a loop
+    runs."""
+    import asynccache.memory.cpu
+    import asynccache.memory.pools  # noqa: F401
+
+
+def open_device(name: str) -> Device:
+    """Open the device that a configuration names."""
+    if parse_device(name).kind == "cpu":
+        from asynccache.memory.cpu import CpuDevice
+
+        return CpuDevice()
+    from asynccache.memory.cuda.device import open_device
+
+    return open_device(name)
+
+
+async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
+    """Allocate the pools of ``specs`` and open the stores. Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
+        Unavailable: a store cannot be opened now.
+    """
+    from asynccache.memory.pools import Mover
+
+    device, tiers, own = given.device, TieredStore(), given.device is None
+    mover: Mover | None = None
+
+    def allocate() -> Mover:
+        nonlocal device, mover
+        if device is None:
+            device = open_device(config.device)
+        mover = Mover(device, specs)
+        return mover
+
+    takes_stores = config.pools()[0].host_pages > 0
+    try:
+        # Pools first: they may be refused, and a store leaves traces. In a thread: a GPU is measured, and to pin
+        # 100 GiB takes half a minute.
+        made = await completed_in_thread(allocate)
+        if given.storage is not None and not takes_stores:
+            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
+        pools = PoolMap(specs, config.page_size, made.host_pools)
+        layout = store_layout(config.pools())
+        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own)
+        if given.storage is None:
+            await worker.open_first(list(map(given.locate, config.stores)), config.storage_options)
+        else:
+            await worker.open_first([given.storage], {})
+    except BaseException:
+        await completed(close_all(tiers, mover, device, MOMENT, own=own))
+        raise
+    return worker

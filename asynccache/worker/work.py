@@ -18,12 +18,12 @@ class CopyKind(IntEnum):
 
 
 class Work(NamedTuple):
-    """One effect of the core, or several backups that follow each other. Its operations ``ops`` are copied together and
-    end together. ``moves``: all that they copy. ``source``: the load whose pages a private copy is made of; 0: no
-    load. ``after``: the numbers of the batches that must be over, on the device, before the copy begins."""
+    """One copy of a plan. Its operations ``ops`` end together; only a backup has more than one. ``moves``: what they
+    copy. ``source``: the load whose pages a private copy is made of; 0: no load. ``after``: the numbers of the batches
+    that must be over, on the device, before the copy begins."""
 
     kind: CopyKind
-    ops: list[int]
+    ops: tuple[int, ...]
     moves: tuple[Move, ...]
     source: int = 0
     after: tuple[int, ...] = ()

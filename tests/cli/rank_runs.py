@@ -47,7 +47,7 @@ class Command:
 
     def __init__(self, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
         self.process = warm.Popen(
-            [sys.executable, "-m", "asynccache.cli", *arguments], cwd=ROOT, text=True,
+            [sys.executable, "-m", "asynccache", *arguments], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}), ranks=True,
             imports=warm.COMMANDS,
         )  # fmt: skip

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli import meter
-from asynccache.cli.engine import StandInEngine
-from asynccache.cli.machine import device_faults
+from asynccache.cli.engine import StandInEngine, device_faults
 from asynccache.cli.main import main
 from asynccache.cli.service import Server
 from asynccache.cli.workloads import RunRequest

@@ -41,7 +41,7 @@ def run(*arguments: str, report: Path) -> dict[str, Any]:
 
 def killed(arguments: Sequence[str], written: int) -> None:
     """Start a process of its own and kill it once it has written so many bytes."""
-    command = [sys.executable, "-m", "asynccache.cli", *arguments, "--quiet"]
+    command = [sys.executable, "-m", "asynccache", *arguments, "--quiet"]
     process = warm.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while _written(process.pid) < written:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asynccache.cli import text
+from asynccache.cli import output
 from asynccache.cli.display import Screen, counts, line, panel, show, summary
 from asynccache.cli.options import RunSettings
+from asynccache.cli.report import Tally
 from asynccache.cli.session import execute
-from asynccache.cli.tally import Tally
 from asynccache.errors import ConfigError
 
 TALLY = Tally(
@@ -222,9 +222,9 @@ def test_a_rank_that_was_lost_is_named_below_the_others() -> None:
 
 
 def test_numbers_as_a_person_reads_them() -> None:
-    assert [text.size(n) for n in (0, 999, 1536, 10 << 20, 3 << 40)] == [
+    assert [output.size(n) for n in (0, 999, 1536, 10 << 20, 3 << 40)] == [
         "0 B", "999 B", "1.5 KiB", "10.0 MiB", "3.0 TiB"]
-    assert [text.milliseconds(v) for v in (0, 0.042, 1.24, 310.2, 2100)] == [
+    assert [output.milliseconds(v) for v in (0, 0.042, 1.24, 310.2, 2100)] == [
         "0 ms", "0.04 ms", "1.2 ms", "310 ms", "2.1 s"]
-    assert text.percent(1, 0) == "0.0 %"
-    assert (text.bar(0.5, 8), text.bar(0, 8), text.bar(2, 4), text.bar(0.3, 4)) == ("████", "", "████", "█▎")
+    assert output.percent(1, 0) == "0.0 %"
+    assert (output.bar(0.5, 8), output.bar(0, 8), output.bar(2, 4), output.bar(0.3, 4)) == ("████", "", "████", "█▎")

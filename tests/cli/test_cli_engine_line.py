@@ -85,7 +85,7 @@ def test_the_flags_come_through_a_shell_whole() -> None:
     """As they stand in a command line, without quotes: with blanks, patterns and several stores."""
     storage = ("--storage", PER_RANK, "--storage", "file:/b[0-9]*?name=far")
     name = "a b * ? é \" '$HOME`"
-    asked = [sys.executable, "-m", "asynccache.cli", "config", "sglang", *storage, "--namespace", name]
+    asked = [sys.executable, "-m", "asynccache", "config", "sglang", *storage, "--namespace", name]
     script = 'printf "%s\\n" $("$@" 2> /dev/null)'
     done = subprocess.run(["bash", "-c", script, "bash", *asked], capture_output=True, text=True, check=True)
     _, options = flags(done.stdout.splitlines())

@@ -31,7 +31,7 @@ WANTED = {"device", "host", "storage", "nowhere", "in part", "evicted", "no wind
 @pytest.fixture
 def served() -> Iterator[str]:
     """Where the run is served."""
-    with warm.Popen([sys.executable, "-m", "asynccache.cli", *RUN], stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen([sys.executable, "-m", "asynccache", *RUN], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             yield process.stderr.readline().split()[1].removesuffix("/metrics")

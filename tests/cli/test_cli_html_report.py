@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from asynccache.cli.main import main
+from asynccache.cli.output import milliseconds
 from asynccache.cli.page import WIDTH, Axis, Figure, bins, first_token, page, svg
-from asynccache.cli.text import milliseconds
 from tests.stores.server import CannotStart, NowhereRequired, path_of
 
 HTML = "{http://www.w3.org/1999/xhtml}"

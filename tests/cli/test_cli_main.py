@@ -97,7 +97,7 @@ def test_swa_and_mamba_get_their_part() -> None:
 def test_a_shell_completes_commands_and_their_options(line: str, offered: set[str], tmp_path: Path) -> None:
     environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
                                 "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
-    done = subprocess.run([sys.executable, "-m", "asynccache.cli"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "asynccache"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = {word.strip() for word in (tmp_path / "offered").read_text().split("\n")}
     assert offered <= words

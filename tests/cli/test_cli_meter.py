@@ -10,7 +10,7 @@ import pytest
 
 import asynccache.cli.meter as meter_module
 from asynccache.cli.meter import TICK, Meter, Samples, Spread, peak_rss, spread
-from asynccache.cli.tally import Tally
+from asynccache.cli.report import Tally
 from asynccache.cli.workloads import RunRequest
 
 

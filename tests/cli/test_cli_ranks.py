@@ -15,9 +15,9 @@ from urllib.request import urlopen
 
 import pytest
 
+from asynccache.cli import ranks
 from asynccache.cli.main import main
-from asynccache.cli.ranked import ranks
-from asynccache.cli.ranked.ranks import entry
+from asynccache.cli.ranks import entry
 from asynccache.worker import Topology
 from tests import warm
 from tests.cli import interrupt_child

@@ -8,7 +8,7 @@ import torch
 
 from asynccache.cli.engine import PageRun, StandInEngine, Verdict
 from asynccache.cli.options import RunSettings
-from asynccache.cli.ranked.engine import complaint, packed, shard_config, store_url, understood, unpacked
+from asynccache.cli.rank import complaint, packed, shard_config, store_url, understood, unpacked
 from asynccache.cli.run_cache import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind

@@ -260,12 +260,13 @@ server.stdout.readline()
 def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
     with serving(parts()) as url:
         process = warm.Popen(
-            [sys.executable, "-m", "asynccache.cli", "verify-engine", url, *FEW, "--flush-device",
+            [sys.executable, "-m", "asynccache", "verify-engine", url, *FEW, "--flush-device",
              f"echo $$ > {tmp_path}/shell; sleep 60"], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 180
             while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
+                assert process.poll() is None, process.communicate()
                 assert time.monotonic() < end
                 time.sleep(0.05)
             time.sleep(2.5)  # what takes longer than two seconds says how far it is

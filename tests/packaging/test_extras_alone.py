@@ -23,7 +23,7 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 sys.argv = ["asynccache", *sys.argv[1:]]
-runpy.run_module("asynccache.cli", run_name="__main__")
+runpy.run_module("asynccache", run_name="__main__")
 """
 
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Replicated, Sidecar, SlidingWindow
-from asynccache.core.plan import Move, Status, StoredPages
+from asynccache.core.plan import MOST_BYTES, MOST_OPS, Move, Status, StoredPages
 from asynccache.storage import StoreOptions
 from asynccache.worker import messages as m
-from asynccache.worker import remote as r
 from asynccache.worker.group import WorkerGroup
+from asynccache.worker.link import MOST_FRAME
 from asynccache.worker.local import LocalWorker, StoreEntry
 from asynccache.worker.rank_server import ORDERS, OpenedRank, RankServer, decode_orders
 from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
@@ -35,8 +35,8 @@ ENTRY = StoreEntry(2, StoreOptions(name="x", write=False), shared=True)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "open": [(CONFIG,)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)], "group_lost": [(2, "was silent")],
     "perform": [
-        (Work(CopyKind.BACKUP, [6, 7], MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, [8], MOVES),),
-        (Work(CopyKind.CLONE, [9], MOVES, 8),),
+        (Work(CopyKind.BACKUP, (6, 7), MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, (8,), MOVES),),
+        (Work(CopyKind.CLONE, (9,), MOVES, 8),),
     ],
     "forget_load": [(8,)], "send_batch": [(3, bytes(range(256)), (8,))], "give_up": [(10,)],
     "store": [([WriteOrder(10, PAGES), WriteOrder(11, ())],)], "ask": [([StoreQuestion("full", bytes(64))],)],
@@ -50,7 +50,7 @@ ANSWERS: dict[str, Any] = {
     "open": OpenedRank(4, {"full": 64}, [ENTRY], bytes(32)), "store": StoredBatch(frozenset({7, 8}), 1, 2, 3),
     "ask": [bytes([0, 1, 2, 3]), b""], "read": [b"\1"], "open_store": ENTRY,
 }  # fmt: skip
-decode_news = r.news_decoder(ORDERS)
+decode_news = m.news_decoder(ORDERS)
 
 
 def orders() -> list[Any]:
@@ -143,23 +143,30 @@ def test_a_group_has_every_call_of_a_local_worker_and_takes_it_in_the_same_way()
     assert calls - vars(WorkerGroup).keys() - attributes == set()
     for name in calls:
         plain, group = vars(LocalWorker)[name], vars(WorkerGroup)[name]
+        group = getattr(group, "func", group)          # of those that ``everywhere`` has made
         assert inspect.iscoroutinefunction(plain) == inspect.iscoroutinefunction(group), name
-    assert r.orders_of(RankServer, LocalWorker).keys() == ORDERS.keys()
+    assert m.orders_of(RankServer, LocalWorker).keys() == ORDERS.keys()
 
 
 def test_a_new_call_is_one_method() -> None:
     class Newer:
-        @r.remote(fold=lambda said, store, keys: sum(said.values()))
+        @m.remote(fold=lambda said, store, keys: sum(said.values()))
         async def count(self, store: int, keys: list[bytes]) -> int:
             """How many of these keys the store has."""
             return store + len(keys)
 
-    (order,) = r.orders_of(Newer).values()
+    (order,) = m.orders_of(Newer).values()
     assert order.answer is not None
     assert order.fold is not None
-    decode = r.order_decoder({"count": order})
+    decode = m.order_decoder({"count": order})
     sent = order.message(7, 1, [b"a", b"b"])
     assert decode(m.encode([sent])) == [sent]
     assert order.fold({0: 3, 1: 4}, 1, [b"a", b"b"]) == 7
     with pytest.raises(RankFailure, match="no message"):
         decode(m.encode([order.message(7, "1", [b"a"])]))
+
+
+def test_the_longest_backup_that_the_core_joins_is_a_short_message() -> None:
+    """An operation that is larger by itself is no part of a longer one."""
+    work = Work(CopyKind.BACKUP, tuple(range(MOST_OPS)), (Move(0, bytes(MOST_BYTES), bytes(MOST_BYTES)),))
+    assert len(m.encode(ORDERS["perform"].message(work))) < MOST_FRAME // 16

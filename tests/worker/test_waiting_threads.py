@@ -66,7 +66,7 @@ class Opened:
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
         slots = np.arange(PAGES, dtype=np.int32).tobytes()
-        self.server.take(perform(Work(CopyKind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
+        self.server.take(perform(Work(CopyKind.LOAD, (number,), (Move(FULL, slots, slots),), 0, after)))
         self.server.take(send_batch(number, b"", (number,)))
         return self.server.batches.find(number)
 

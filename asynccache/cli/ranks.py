@@ -1,4 +1,9 @@
-"""The ranks of a run, seen from the command: a process for each, and what each has to report.
+"""``stress`` and ``replay`` over several ranks, seen from the command: a process of this machine for each rank, with
+pools and stores of its own, and what each has to report.
+
+The command's process is the head: it has the cache's core and its requests, as with one rank, and no device. In place
+of an engine's computation it sends the ranks batches that say which pages to fill and which to verify. ``rank`` is the
+program of each process.
 
 Law: no process outlives the run, even if the command is killed. The command holds a pipe to the standard input of each
 process. When the pipe closes, the process ends within ``FAREWELL`` seconds, wherever it is. Each process is in a
@@ -24,20 +29,53 @@ from msgspec.structs import replace
 
 from asynccache import AsyncCache
 from asynccache.cli import report
+from asynccache.cli.engine import BegunBatch, PageRun, Verdict
 from asynccache.cli.options import RunSettings
-from asynccache.cli.ranked.duty import Duty
-from asynccache.cli.ranked.engine import RankedEngine, shard_config, store_url
-from asynccache.cli.tally import Tally
+from asynccache.cli.rank import Duty, packed, shard_config, store_url, understood
+from asynccache.cli.report import Tally
 from asynccache.config import CacheConfig
-from asynccache.errors import BackendError, CacheClosed, RankFailure
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import BackendError, BatchFailed, CacheClosed, RankFailure
 from asynccache.worker import Topology, listen
 from asynccache.worker.link import SECRET
 
-COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked")
+COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.rank")
 ARRIVAL = 30.0
 """Seconds until the next rank must have come: each imports torch first."""
 _EXIT = 10.0
 _LOOK = 0.02
+
+
+class RankedEngine:
+    """See ``Engine``: its work is sent to all ranks, as a batch. ``pools``: by component, how many pools all ranks have
+    together."""
+
+    slowdown = 1.0
+    """The work is done in the processes of the ranks, and is not measured."""
+
+    def __init__(self, cache: AsyncCache, pools: Mapping[ComponentKind, int]) -> None:
+        self._cache = cache
+        self._pools = pools
+
+    def close(self) -> None:
+        """Do nothing: the ranks end with the cache."""
+
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
+        """See ``Engine``."""
+        number = self._cache.send_batch(packed(pieces, verifies=verifies))
+        count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces) if verifies else 0
+        return BegunBatch(number, lambda: self._verdict(number, count))
+
+    async def _verdict(self, number: int, count: int) -> Verdict:
+        try:
+            await self._cache.batch_ended(number)
+        except BatchFailed as error:
+            found = [understood(rank, reason) for rank, reason in error.reasons.items()]
+            wrong = [one for one in found if one is not None]
+            if len(wrong) < len(found):
+                raise
+            return Verdict(count, sum(one.wrong for one in wrong), tuple(what for one in wrong for what in one.what))
+        return Verdict(count, 0)
 
 
 class Member:
