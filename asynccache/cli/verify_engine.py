@@ -22,13 +22,15 @@ from dataclasses import asdict, dataclass, field
 from math import gcd, inf
 from random import Random
 from textwrap import wrap
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from asynccache.cli.openai_client import Answer, Client, EngineError, apart
-from asynccache.cli.options import CommandOptions, Concurrency, Json, NotNegative, Rate, option
+from asynccache.cli.options import MOST, CommandOptions, Concurrency, Json, NotNegative, Rate, option
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Count
+
+T = TypeVar("T")
 
 FACTOR = 3.0
 """How many times the difference of two cold runs is allowed: a hit is computed in other pieces than a cold prompt."""
@@ -65,7 +67,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     model: Annotated[tuple[str, ...], option(
         "NAME", "what requests call the model; may be given several times, for adapters: each gets the same prompts "
         "(default: the first that the server lists)", several=True, parse=_models)] = ()
-    prompts: Annotated[Count, option(
+    prompts: Annotated[Concurrency, option(
         "N", "prompts for each model; half of them are sent one by one, half together")] = 12
     length: Annotated[Count, option("TOKENS", "length of the longest prompt")] = 512
     new_tokens: Annotated[Count, option("N", "tokens of an answer")] = 16
@@ -80,6 +82,14 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     timeout: Annotated[Rate, option("SECONDS", "how long an answer may take")] = 120.0
     seed: Annotated[Amount | None, option("N", "the prompts' seed (default: another one each time)")] = None
     json: Json = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("flush_device", "flush_host", "restart"):
+            how = getattr(self, name)
+            if how is not None and (not how.strip() or (how.isdecimal() and float(how) > MOST)):
+                raise ConfigError(f"--{name.replace('_', '-')}={how}: give a command, or an address or a number of "
+                                  f"tokens")  # fmt: skip
 
 
 @dataclass
@@ -356,19 +366,19 @@ class Verification:
                 text, last = f"{text}{said.text} {self._text(8)}", probe
             self.probes += [last] if last else []
 
-    async def _each(self, what: str, probes: Sequence[Probe], work: Callable[[Probe], Awaitable[None]],
-                    at_once: int) -> None:  # fmt: skip
-        """Do ``work`` for each of ``probes``, ``at_once`` at a time. The first error ends the others."""
-        left, done = iter(probes), 0
+    async def _each(self, what: str, items: Sequence[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
+        """Do ``work`` for each of ``items``, one for each prompt, ``at_once`` at a time. The first error ends the
+        others."""
+        left, done = iter(items), 0
 
         async def some() -> None:
             nonlocal done
-            for probe in left:
-                self._tell(f"{what}: {done} of {len(probes)} prompts")
-                await work(probe)
+            for item in left:
+                self._tell(f"{what}: {number(done)} of {number(len(items))} prompts")
+                await work(item)
                 done += 1
 
-        tasks = [asyncio.create_task(some()) for _ in range(min(at_once, len(probes)))]
+        tasks = [asyncio.create_task(some()) for _ in range(min(at_once, len(items)))]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -398,12 +408,11 @@ class Verification:
     async def _flood(self, name: str, count: int) -> None:
         """Send other prompts, of ``count`` tokens together."""
         length = int(min(self._context - 1, max(4 * self.options.length, 2048)))
-        probes = [Probe(self.models[0], self._tokens(length), "", True) for _ in range(-(-count // length))]
 
-        async def one(probe: Probe) -> None:
-            await self.client.complete(probe.model, probe.prompt, 1, None)
+        async def one(_: int) -> None:
+            await self.client.complete(self.models[0], self._tokens(length), 1, None)
 
-        await self._each(f"{name}: other prompts", probes, one, self.options.at_once)
+        await self._each(f"{name}: other prompts", range(-(-count // length)), one, self.options.at_once)
 
     async def _serving(self, name: str) -> None:
         """Wait until the server answers a request."""

@@ -131,7 +131,7 @@ def test_what_cannot_be_used_is_said(
     assert not said.out
 
 
-def test_no_torch_is_imported() -> None:
-    script = ("import sys; from asynccache.cli.main import main; main(['config', 'vllm', '--storage', 'memory:']); "
-              "sys.exit('torch' in sys.modules)")  # fmt: skip
+@pytest.mark.parametrize("command", [["config", "vllm", "--storage", "memory:"], ["verify-engine", "127.0.0.1:1"]])
+def test_no_torch_is_imported(command: list[str]) -> None:
+    script = f"import sys; from asynccache.cli.main import main; main({command}); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

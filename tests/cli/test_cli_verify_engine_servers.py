@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,7 +30,8 @@ from openai_serving.scores import ScoredModel
 from openai_serving.service import Choices, Service
 
 from asynccache.cli.main import main
-from asynccache.cli.openai_client import Answer, Difference, apart
+from asynccache.cli.openai_client import Answer, Difference, EngineError, apart
+from asynccache.cli.verify_engine import Options, Verification
 from tests import warm
 from tests.cli.engine_server import DEVICE, FEW, FLUSHES, parts, serving, verdicts, verified
 from tests.examples.server_kit import ROOT, command
@@ -137,8 +140,9 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def saying(answers: Mapping[str, bytes], *, patience: float = 0) -> Iterator[str]:
-    """Something that listens, reads a request, answers by its path, and closes the connection."""
+def saying(answers: Mapping[str, bytes], *, patience: float = 0, heard: list[bytes] | None = None) -> Iterator[str]:
+    """Something that listens, reads a request, answers by its path, and closes the connection. ``heard``: where the
+    requests go."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -148,7 +152,10 @@ def saying(answers: Mapping[str, bytes], *, patience: float = 0) -> Iterator[str
                 except OSError:
                     return
                 with connection:
-                    path = connection.recv(1 << 16).split()[1].decode()
+                    request = connection.recv(1 << 16)
+                    if heard is not None:
+                        heard.append(request)
+                    path = request.split()[1].decode()
                     time.sleep(patience)
                     connection.sendall(answers.get(path, b""))
 
@@ -216,6 +223,38 @@ def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(arguments: list[str], sentence: str) -> None:
     assert sentence in refused(*arguments)
+
+
+def test_the_key_is_sent_to_the_server_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
+    hit = told({"choices": [{"text": "x", "logprobs": SCORES}],
+                "usage": {"prompt_tokens": 99, "prompt_tokens_details": {"cached_tokens": 64}}})  # fmt: skip
+    own, others = list[bytes](), list[bytes]()
+    with saying({"/v1/models": CARD, "/v1/completions": hit}, heard=own) as url, saying({}, heard=others) as other:
+        refused(url, "--pause", "0", "--wait", "1")
+        verification = Verification(Options(url=url, pause=0.0, wait=1.0), lambda line: None)
+        with pytest.raises(EngineError):
+            asyncio.run(verification._flush("host", f"{other}/flush"))
+    assert all(b"Authorization: Bearer hunter2" in request for request in own)
+    assert [b"hunter2" in request for request in others] == [False]
+
+
+def test_a_flood_of_any_size_begins_at_once() -> None:
+    """Nothing of it is made before it is sent."""
+    lines = list[str]()
+    with serving(parts()) as url:
+        verification = Verification(Options(url=url, pause=0.0), lines.append)
+
+        async def begin() -> None:
+            await verification._look()
+            async with asyncio.timeout(2):
+                await verification._flush("host", str(10**15))
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(begin())
+    assert re.fullmatch(r"host: other prompts: [\d,]+ of [\d,]+ prompts", lines[-1])
+    assert "give a command, or an address or a number" in refused("http://x", "--flush-host", "9" * 40)
+    assert "give a command, or an address or a number" in refused("http://x", "--restart", " ")
 
 
 def test_a_prompt_that_the_context_does_not_hold_is_refused() -> None:

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from asynccache.cli.engine_doctor import examine_engine
 from asynccache.cli.engine_line import engine_line
 from asynccache.cli.main import main
 from tests.stores.server import free_port
@@ -79,6 +80,11 @@ def verdicts(url: str, folder: Path) -> dict[str, Any]:
     report = folder / "report.json"
     main(["verify-engine", url, "--prompts", "6", "--timeout", "300", "--json", str(report), *FLUSHES])
     return {tier["tier"]: tier["verdict"] for tier in json.loads(report.read_text())["tiers"]}
+
+
+def test_the_doctor_finds_that_this_vllm_fits(tmp_path: Path) -> None:
+    report = examine_engine("vllm", [f"file:{tmp_path}/kv?capacity=64MiB"], 1, lambda line: None)
+    assert report["error"] is None
 
 
 def test_every_tier_of_vllm_is_right(tmp_path: Path) -> None:
