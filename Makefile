@@ -169,7 +169,7 @@ test-gpu:
 	$(GPU_TESTS) -m "not soak" --device cuda:0 tests/runtime tests/shim tests/sidecars
 	$(GPU_TESTS) --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
 	    -k "not costs_nothing_until_touched and not engines_tensors"
-	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1
+	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --components full,swa,mamba --rate 0 --faults 0.1 --cancel-rate 0.1
 
 FOUND_WHEELS := $(wildcard $(WHEELS)/*.whl)
 unpacked-wheels:

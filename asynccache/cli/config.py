@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from asynccache.cli.engine_line import engine_line, parsed_urls
-from asynccache.cli.options import CommandOptions, option
+from asynccache.cli.options import CommandOptions, Json, option
+from asynccache.cli.output import answer
 from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
@@ -36,7 +37,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         argument=True)]
     file: Annotated[str | None, option(
         "FILE", "a TOML file (default: the one that ASYNCCACHE_CONFIG names)", argument=False)] = None
-    json: Annotated[bool, option("", "show: print JSON instead of TOML", const=True)] = False
+    json: Json = None
     storage: Annotated[tuple[str, ...], option(
         "URL", "vllm, sglang: a store, such as file:/var/kv?capacity=500GiB; may be given several times, the nearest "
         "first", several=True, parse=parsed_urls)] = ()
@@ -67,28 +68,28 @@ def execute(options: Options) -> int:
         print("\n".join(f"asynccache: assumed: {one}" for one in line.assumed), file=sys.stderr)
         return 0
     if options.action == "schema":
-        print(json.dumps(schema(), indent=2))
+        answer(schema(), json.dumps(schema(), indent=2), options.json)
         return 0
     file = options.file or os.environ.get("ASYNCCACHE_CONFIG")
     if options.action == "check" and file is None:
         raise ConfigError("config check needs a FILE, or ASYNCCACHE_CONFIG that names one")
     loaded = read_config(file)
     problems = [*loaded.problems, *(_storage_problems(loaded) if options.action == "check" else ())]
-    for problem in problems:
-        print(f"asynccache: {problem}", file=sys.stderr)
-    if problems:
-        return 1
-    if options.action == "check":
+    warnings, rooms = list[str](), list[str]()
+    if options.action == "check" and not problems:
         assert loaded.config is not None
-        print("\n".join((f"{file}: can be used", *(f"  {line}" for line in loaded.config.rooms))))
-        for warning in (*_stale(loaded.config), *wasted(loaded.config.core())):
-            print(f"asynccache: warning: {warning}", file=sys.stderr)
-    elif options.json:
-        print(json.dumps([{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
-                          for path, value, origin in loaded.values], indent=2))
-    else:
-        print(as_toml(loaded.values), end="")
-    return 0
+        warnings, rooms = [*_stale(loaded.config), *wasted(loaded.config.core())], list(loaded.config.rooms)
+    for problem in (*problems, *(f"warning: {warning}" for warning in warnings)):
+        print(f"asynccache: {problem}", file=sys.stderr)
+    if options.action == "check":
+        text = None if problems else "\n".join((f"{file}: can be used", *(f"  {line}" for line in rooms)))
+        answer({"file": file, "ok": not problems, "problems": problems, "warnings": warnings, "rooms": rooms}, text,
+               options.json)
+    elif not problems:
+        values = [{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
+                  for path, value, origin in loaded.values]
+        answer(values, as_toml(loaded.values).removesuffix("\n"), options.json)
+    return 1 if problems else 0
 
 
 def _stale(config: CacheConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -37,7 +37,7 @@ def check_writable(path: str, option: str = "--json") -> None:
         raise ConfigError(f"{option}=-: the page goes to a file only, for example {option} run.html")
 
 
-def answer(report: Mapping[str, Any], text: str | None, path: str | None) -> None:
+def answer(report: Mapping[str, Any] | Sequence[Any], text: str | None, path: str | None) -> None:
     """Print ``text`` (None: nothing), and write ``report`` as JSON to ``path`` if there is one. With "-" the JSON is
     printed in the text's place. Blocking.
 

@@ -141,7 +141,7 @@ class Ranks:
         async with listen(
             "127.0.0.1:0", topology, secret=secret.encode(), own=None, timeout=settings.rank_timeout, arrival=ARRIVAL
         ) as workers, self._started(workers.address, secret):
-            cache = AsyncCache(whole, workers=workers)
+            cache = AsyncCache(whole, workers=workers, debug=False)
             watching = asyncio.create_task(self._watch_over(cache))
             try:
                 async with cache:

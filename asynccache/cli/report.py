@@ -15,8 +15,10 @@ millisecond.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,8 +51,9 @@ class Tally:
     blocks_shared: full blocks of a trace; those that hit; those that earlier prompts have as well. verified,
     mismatches: pages that were read back, and those that were wrong. waits: seconds from asking for a lease until its
     pages were on the device. first_token, first_token_without: seconds to the first token with the cache and, by the
-    same model, without it. slowdown: how many times as long the engine's work took because the machine was busy.
-    problems: sentences for the reader; any of them makes the run fail.
+    same model, without it; line_without: how much of the latter each request would wait in line. slowdown: how many
+    times as long the engine's work took because the machine was busy. problems: sentences for the reader; any of them
+    makes the run fail.
     """
 
     requests: int = 0
@@ -72,6 +75,7 @@ class Tally:
     waits: Samples = field(default_factory=Samples)
     first_token: Samples = field(default_factory=Samples)
     first_token_without: Samples = field(default_factory=Samples)
+    line_without: Samples = field(default_factory=Samples)
     slowdown: float = 1.0
     problems: list[str] = field(default_factory=list)
 
@@ -80,13 +84,14 @@ class Tally:
         return self.device + self.host + self.storage
 
     def prompt(
-        self, request: RunRequest, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float
-    ) -> None:  # fmt: skip
-        """Count a prompt whose KV is complete.
+        self, request: RunRequest, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float,
+    ) -> float:  # fmt: skip
+        """Count a prompt whose KV is complete, and return the seconds in which it would be computed without the cache.
 
         ``cached`` of its tokens came from the cache (``hits``: from device, host and storage) after ``wait`` seconds.
         The time for the others is modelled: ``rate`` tokens a second, times the ``slowdown`` by other work of the
-        machine. The time without the cache has the same slowdown, because it would be the same machine.
+        machine. The time without the cache has the same slowdown, because it would be the same machine. What it would
+        wait in line is known to a ``Line`` when the request has ended.
         """
         self.tokens += request.length
         self.device += hits[0]
@@ -98,7 +103,7 @@ class Tally:
         self.waits.append(wait)
         self.slowdown = slowdown
         self.first_token.append(wait + (request.length - cached) / rate * slowdown)
-        self.first_token_without.append(request.length / rate * slowdown)
+        return request.length / rate * slowdown
 
     def verdict(self, request: RunRequest, verdict: Verdict) -> None:
         """Count pages of a request that were read back; wrong ones make a problem."""
@@ -114,6 +119,58 @@ class Tally:
             self.problems.append(sentence)
         elif len(self.problems) == _SHOWN:
             self.problems.append("and more")
+
+
+@dataclass(slots=True)
+class Placed:
+    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``. ``held``: the seconds for which
+    it had its room in the run; None: it has it still. ``computes``: the seconds in which its prompt would be computed;
+    None: it never was."""
+
+    at: float
+    tokens: int
+    held: float | None = None
+    computes: float | None = None
+
+
+class Line:
+    """The line before the same engine without a cache, so that waiting counts on both sides.
+
+    That engine has as much room on its device (``room`` tokens). Requests come to it when they came to the cache, first
+    come, first served, and each has its room for as long as its lease lasted in the run, which is rather too short for
+    an engine that computes every prompt. Needs memory for the requests that come while one runs.
+    """
+
+    def __init__(self, tally: Tally, room: int) -> None:
+        self._tally = tally
+        self._free = room
+        self._latest = 0.0
+        self._open: deque[Placed] = deque()
+        self._running: list[tuple[float, int]] = []
+
+    def come(self, at: float, tokens: int) -> Placed:
+        """A request asks for a lease now. Every one is to be given to ``left`` later."""
+        self._open.append(Placed(at, tokens))
+        return self._open[-1]
+
+    def left(self, placed: Placed, held: float, computes: float | None) -> None:
+        """The request has released its lease, which it ``held`` for so many seconds."""
+        placed.held, placed.computes = held, computes
+        while self._open and self._open[0].held is not None:
+            self._admit(self._open.popleft())
+
+    def _admit(self, placed: Placed) -> None:
+        begin = max(placed.at, self._latest)
+        while self._running and (self._running[0][0] <= begin or self._free < placed.tokens):
+            end, tokens = heappop(self._running)
+            self._free += tokens
+            begin = max(begin, end)
+        self._latest = begin
+        self._free -= placed.tokens
+        heappush(self._running, (begin + (placed.held or 0.0), placed.tokens))
+        if placed.computes is not None:
+            self._tally.line_without.append(begin - placed.at)
+            self._tally.first_token_without.append(begin - placed.at + placed.computes)
 
 
 EVERY = 0.25
@@ -236,7 +293,8 @@ def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str,
         "settings": settings.plain(),
     }  # fmt: skip
     for name, samples in (("wait", tally.waits), ("ttft", tally.first_token),
-                          ("ttft_without_cache", tally.first_token_without)):
+                          ("ttft_without_cache", tally.first_token_without),
+                          ("line_without_cache", tally.line_without)):
         report |= {f"{name}_ms": plain(samples.spread(1e3)), f"{name}_mean_ms": round(samples.mean() * 1e3, 4)}
     hit, stages = sum(report["tokens"]["hit"].values()), report["stages"]
     if hit and stages and settings.host_tokens:

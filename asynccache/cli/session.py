@@ -177,7 +177,7 @@ class Session:
         settings, opened = self.settings, False
         device = make_device(settings.device, device_faults(settings.faults, settings.seed))
         try:
-            cache = AsyncCache(config, device=device)
+            cache = AsyncCache(config, device=device, debug=False)
             async with AsyncExitStack() as stack:
                 with faulty_stores(settings.faults, settings.seed):
                     await stack.enter_async_context(cache)

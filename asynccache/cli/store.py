@@ -83,8 +83,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         "SECONDS", "give up when the store does not answer for so long; gc and clear have an hour, because they do not "
                    "report how far they have come")] = 30.0
     json: Annotated[Json, option(
-        "PATH|-", "write the answer as JSON to a file, or to standard output (-) instead of the text; for ls one line "
-                  "for each page, and the total as the last line")] = None
+        "PATH|-", "print one JSON document in place of the text; with a PATH, write it to that file and print the text "
+                  "(ls: a line for each page, of which there may be millions, and the total as the last line)",
+        const="-")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

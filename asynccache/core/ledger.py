@@ -192,12 +192,14 @@ _SHORT = 16 * SLOT_BYTES
 
 class SlotPool:
     """The slots ``0 .. capacity - 1``, free until they are taken. The pool is a stack: what was given back last is
-    taken first. ``left``: how many slots are free."""
+    taken first. ``left``: how many slots are free. ``given``: what was given back since somebody emptied the list;
+    None: nobody asks."""
 
-    __slots__ = ("_runs", "capacity", "left")
+    __slots__ = ("_runs", "capacity", "given", "left")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, given: list[bytes] | None = None) -> None:
         self.capacity = self.left = capacity
+        self.given = given
         slots = array("i", range(capacity)).tobytes()
         self._runs = [slots[at : at + _RUN] for at in range(0, len(slots), _RUN)][::-1]
 
@@ -234,6 +236,8 @@ class SlotPool:
         if not slots:
             return
         self.left += len(slots) // SLOT_BYTES
+        if self.given is not None:
+            self.given.append(slots)
         runs = self._runs
         if runs and len(slots) + len(runs[-1]) <= _SHORT:
             runs[-1] = slots + runs[-1]

@@ -84,8 +84,8 @@ class Shelf:
 
     __slots__ = ("evictable", "orders", "policy", "slots")
 
-    def __init__(self, place: int, capacity: int, policy: EvictionPolicy) -> None:
-        self.slots = SlotPool(capacity)
+    def __init__(self, place: int, capacity: int, policy: EvictionPolicy, given: list[bytes] | None = None) -> None:
+        self.slots = SlotPool(capacity, given)
         self.evictable = 0
         self.policy = policy
         self.orders = (Order(place, 0), Order(place, type(policy).queues))
@@ -142,7 +142,8 @@ class World:
         self.shelves: list[Shelf] = []
         for place, capacity in enumerate(capacities):
             chooses = place >= self.last_base and not (place % self.count and self.policy.full_only)
-            self.shelves.append(Shelf(place, capacity, self.policy if chooses else Lru()))
+            given: list[bytes] | None = [] if config.note_given and place < self.count else None
+            self.shelves.append(Shelf(place, capacity, self.policy if chooses else Lru(), given))
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}

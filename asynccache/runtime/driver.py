@@ -279,6 +279,9 @@ class Stages(Protocol):
     """The part that performs the effects of a plan: the head (``asynccache.runtime.head.Head``). No method blocks or
     fails."""
 
+    def given_back(self) -> None:
+        """Hear that a core call was made, before its plan is performed."""
+
     def copy(self, copies: Sequence[Copy]) -> None:
         """Take all copies of a plan."""
 
@@ -520,6 +523,7 @@ class Driver:
         """
         effects, ended, freed = plan
         try:
+            self._stages.given_back()
             if effects:
                 self._begin(effects, retiring)
             for op, status in ended:

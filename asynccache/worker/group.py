@@ -140,8 +140,11 @@ class AwaitedAnswers:
         self._changed.tell()
 
 
-async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
-    """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
+async def open_group(
+    config: CacheConfig, given: EmbedderParts, workers: Workers, *, debug: bool = False
+) -> WorkerGroup:
+    """Wait for all workers, and have each open its pools and stores: all or none. ``debug``: as for ``open_local``.
+    Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown; the text names the rank.
@@ -153,7 +156,7 @@ async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers
     links = await workers.arrived()
     group = WorkerGroup(config, given, workers, links)
     try:
-        await group.open()
+        await group.open(debug)
     except BaseException as error:
         await _completed_quietly(group.abandon(error))
         raise
@@ -180,13 +183,13 @@ class WorkerGroup(LocalWorker):
         self.own: RankServer | None = None
         self.takes_stores = config.pools()[0].host_pages > 0
         self.failure: RankFailure | None = None
-        self.keys = WatchedKeys(self._report_keys)
+        self.keys = WatchedKeys(lambda store, there, keys: self._reports.keys(store, there, keys))
         self._config = config
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
         self._links = dict(links)
         self._wire = Wire(links.values(), self._unsendable)
-        self._reports: Reports | None = None
+        self._reports = Reports()
         self._numbers = 0
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
@@ -220,12 +223,12 @@ class WorkerGroup(LocalWorker):
 
     # opening and closing
 
-    async def open(self) -> None:
+    async def open(self, debug: bool) -> None:
         """Have all workers open. To be called once. Raises as ``open_group``."""
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
-        opened = await self.call(RankServer.open, self._config)
+        opened = await self.call(RankServer.open, self._config, debug)
         head, first = next(iter(opened.items()))
         pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():
@@ -480,7 +483,7 @@ class WorkerGroup(LocalWorker):
             awaited.fail(self._again)
         if self.own is not None:
             self.own.finish(self._again())
-        if self._reports is not None and not self._closing:
+        if not self._closing:
             self._reports.failed(failure)
 
     # the engine's work, and copies beside it
@@ -579,8 +582,7 @@ class WorkerGroup(LocalWorker):
                 meter.ended(count, status, size_of(work.moves, self._weights))
             if copies.failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
                 self._to_forget += map(_FORGET, work.ops)
-            if self._reports is not None:
-                self._reports.ended(status, work.ops)
+            self._reports.ended(status, work.ops)
 
     async def layer(self, op: int, i: int) -> None:
         """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
@@ -662,10 +664,6 @@ class WorkerGroup(LocalWorker):
     def key_of(self) -> Callable[[bytes], bytes] | None:
         """See ``LocalWorker``. The key of one worker stands for those of all."""
         return self.keys.key_of
-
-    def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
-        if self._reports is not None:
-            self._reports.keys(store, there, keys)
 
     # stores
 

@@ -30,11 +30,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from asynccache import checks
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import SLOT_BYTES, Status
 from asynccache.errors import ConfigError, CopyFailed
+from asynccache.extras import without_torch
 from asynccache.memory.device import Device as Device
 from asynccache.memory.device import Event, parse_device
 from asynccache.settle import completed, completed_in_thread
@@ -51,9 +55,22 @@ from asynccache.worker import folds
 from asynccache.worker.messages import remote
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages import BackupHostStage, LoadBackStage, StageMeter
-from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.work import (
+    BatchInFlight,
+    CopyKind,
+    DamagedPage,
+    Inspected,
+    PageBytes,
+    PageQuestion,
+    ReadOrder,
+    StoredBatch,
+    StoreQuestion,
+    Work,
+    WriteOrder,
+)
 
 if TYPE_CHECKING:
+    from asynccache.memory.poison import Poison
     from asynccache.memory.pools import BlockTable as BlockTable
     from asynccache.memory.pools import DevicePool as DevicePool
     from asynccache.memory.pools import Mover
@@ -88,11 +105,12 @@ class Reports(NamedTuple):
     """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
     have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
     the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
-    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed."""
+    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed. By default nobody is
+    told, as before ``LocalWorker.start``."""
 
-    ended: Callable[[Status, Sequence[int]], None]
-    failed: Callable[[BaseException], None]
-    keys: Callable[[int, bool, Sequence[bytes]], None]
+    ended: Callable[[Status, Sequence[int]], None] = lambda status, ops: None
+    failed: Callable[[BaseException], None] = lambda error: None
+    keys: Callable[[int, bool, Sequence[bytes]], None] = lambda store, there, keys: None
     health: Callable[[], None] = lambda: None
 
 
@@ -143,6 +161,10 @@ async def close_all(
             await device.aclose()
     if failure is not None:
         raise failure
+
+
+def _slots(slots: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(slots, np.int32)
 
 
 class LocalBatch:
@@ -287,14 +309,16 @@ class BatchWrite:
 class LocalWorker:
     """Performs what the head decides. Its calls belong to the thread of the head's loop, except ``engine_event`` and
     ``hold``. ``mover``: the pools and streams. ``takes_stores``: True if there is a host tier, which stores need.
-    ``layers``: the number of the model's layers, up to the last one that this worker has. Mutable state: the engine's
+    ``layers``: the number of the model's layers, up to the last one that this worker has. ``poison``: what fresh and
+    free pages are filled with in a cache that is debugged; None: they are left as they are. Mutable state: the engine's
     batches, the stores that are open, by number, and for each that is watched the function that ends the watching."""
 
     def __init__(
         self, mover: Mover, pools: PoolMap, tiers: TieredStore, layout: StoreLayout, *, takes_stores: bool,
-        own_device: bool,
+        own_device: bool, poison: Poison | None = None,
     ) -> None:  # fmt: skip
         self.mover = mover
+        self._poison = poison
         self.layers = mover.layers
         self.takes_stores = takes_stores
         self._own_device = own_device
@@ -306,7 +330,7 @@ class LocalWorker:
         self._stores: dict[int, AttachedStore] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._last_store = 0
-        self._reports: Reports | None = None
+        self._reports = Reports()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mover!r}, {self._tiers!r})"
@@ -318,8 +342,7 @@ class LocalWorker:
         by then stay open until the worker is closed."""
         await open_all(self._tiers, storages, self._layout, options)
         for attached in self._tiers.attached:
-            self._introduce(attached)
-            self._number(attached)
+            self._take_in(attached)
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Take work from now on. Returns names and coroutines: the caller makes a task of each, and cancels it in the
@@ -398,6 +421,9 @@ class LocalWorker:
 
     def copy(self, work: Work, after: Sequence[Event]) -> None:
         """Begin ``work``, which waits on the device for the events ``after``."""
+        if self._poison is not None and work.kind is not CopyKind.BACKUP:
+            for move in work.moves:
+                self._poison.forget(move.component, _slots(move.dst))
         (self.backup_host if work.kind is CopyKind.BACKUP else self.load_back).put(work, after)
 
     async def layer(self, op: int, i: int) -> None:
@@ -434,6 +460,32 @@ class LocalWorker:
         own = self.mover.engine_stream(stream)
         for copying in arriving:
             own.wait_event(copying.layer(i))
+
+    # the bytes of device pages, for ``AsyncCache(debug=True)``
+
+    @remote()
+    def fill(self, component: int, slots: bytes, fresh: bool) -> None:
+        """Fill device pages with poison: they are ``fresh``, or free."""
+        if self._poison is not None:
+            self._poison.fill(component, _slots(slots), fresh=fresh)
+
+    @remote()
+    def forget_fill(self, component: int, slots: bytes) -> None:
+        """These device pages are free, and hold what they held: a batch may still use them."""
+        if self._poison is not None:
+            self._poison.forget(component, _slots(slots))
+
+    @remote(fold=folds.inspected)
+    async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
+        """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
+        else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""
+        poison = self._poison
+        if poison is None:
+            raise ConfigError("inspect: the cache was not opened with debug=True")
+        if free:
+            poison.check_free()
+        pages = [PageBytes(*poison.look(component, _slots(slots))) for component, slots in asked]
+        return Inspected(pages, [DamagedPage(*damaged) for damaged in poison.take_damaged()])
 
     # pages
 
@@ -574,11 +626,10 @@ class LocalWorker:
         names = [attached.options.name for attached in self._stores.values()]  # some are not in ``_tiers`` yet
         attached = await open_attached(storage, self._layout, options, self._tiers, position, names)
         try:
-            self._introduce(attached)
+            self._take_in(attached, number)
         except BaseException:
             await close_unattached(attached)
             raise
-        self._number(attached, number)
         return self._entry(attached)
 
     @remote()
@@ -586,7 +637,7 @@ class LocalWorker:
         """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
         its name was taken meanwhile, or there is no such position any more."""
         self._tiers.attach(self._stores[number], position)
-        self._note_health()
+        self._reports.health()
 
     @remote()
     async def drop_store(self, number: int) -> None:
@@ -599,7 +650,7 @@ class LocalWorker:
     def leave_store(self, number: int) -> None:
         """Give the store no more calls from now on. ``close_store`` must follow. A second call does nothing."""
         self._tiers.detach(self._stores[number])
-        self._note_health()
+        self._reports.health()
 
     @remote()
     async def close_store(self, number: int) -> None:
@@ -612,7 +663,6 @@ class LocalWorker:
         """Tell ``Reports.keys`` from now on which keys the store has. Returns when it was told of all that the store
         has by now, which takes a turn of the loop for every few thousand. Cancelling it leaves some of them untold;
         ``unwatch_store`` must follow."""
-        assert self._reports is not None
         store, tell = self._stores[number].store, self._reports.keys
         own = store.backend
         watched = watch(own, partial(tell, number))
@@ -640,20 +690,13 @@ class LocalWorker:
         number = next(number for number, opened in self._stores.items() if opened is attached)
         return StoreEntry(number, attached.options, attached.shared)
 
-    def _introduce(self, attached: AttachedStore) -> None:
-        """Tell a store where the host's pages lie."""
+    def _take_in(self, attached: AttachedStore, number: int | None = None) -> None:
+        """Tell a store where the host's pages lie, and give it its number."""
         for name, pool in self.mover.host_pools.items():
             attached.store.register(name, pool.memory)
-
-    def _number(self, attached: AttachedStore, number: int | None = None) -> None:
         self._last_store = number or self._last_store + 1
         self._stores[self._last_store] = attached
-        if self._reports is not None:
-            attached.store.breaker.changed = self._reports.health
-
-    def _note_health(self) -> None:
-        if self._reports is not None:
-            self._reports.health()
+        attached.store.breaker.changed = self._reports.health
 
     # looking at it
 
@@ -676,9 +719,16 @@ class LocalWorker:
 
 def import_torch() -> None:
     """Import all that ``open_local`` needs. The first time this takes seconds, which are better spent before a loop
-    runs."""
-    import asynccache.memory.cpu
-    import asynccache.memory.pools  # noqa: F401
+    runs.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed; the message says how to install it.
+    """
+    try:
+        import asynccache.memory.cpu
+        import asynccache.memory.pools  # noqa: F401  so that they are there
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(without_torch(error), name=error.name) from None
 
 
 def open_device(name: str) -> Device:
@@ -692,13 +742,17 @@ def open_device(name: str) -> Device:
     return open_device(name)
 
 
-async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
-    """Allocate the pools of ``specs`` and open the stores. Cancelling it leaves nothing open.
+async def open_local(
+    config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts, *, debug: bool = False
+) -> LocalWorker:
+    """Allocate the pools of ``specs`` and open the stores. ``debug``: fresh and free pages are to be filled with
+    poison. Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
         Unavailable: a store cannot be opened now.
     """
+    from asynccache.memory.poison import Poison
     from asynccache.memory.pools import Mover
 
     device, tiers, own = given.device, TieredStore(), given.device is None
@@ -720,7 +774,8 @@ async def open_local(config: CacheConfig, specs: Sequence[PoolSpec], given: Embe
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
         pools = PoolMap(specs, config.page_size, made.host_pools)
         layout = store_layout(config.pools())
-        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own)
+        poison = Poison(made.device_pools.values(), config.page_size) if debug else None
+        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own, poison=poison)
         if given.storage is None:
             await worker.open_first(list(map(given.locate, config.stores)), config.storage_options)
         else:

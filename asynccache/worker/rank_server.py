@@ -440,13 +440,13 @@ class RankServer:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
         for message in messages:
             try:
-                name, own, answered = _BY_TYPE[type(message)]
-                method = getattr(self if own else self._own, name)
-                if answered is None:
+                order = _BY_TYPE[type(message)]
+                method = getattr(self if order.name in _OWN else self._own, order.name)
+                if order.answer is None:
                     method(*astuple(message))
                 else:
                     call, *arguments = astuple(message)
-                    self._begin(answered, message, call, method(*arguments))
+                    self._begin(order, message, call, method(*arguments))
             except Exception as error:
                 self.die(error)
 
@@ -501,8 +501,8 @@ class RankServer:
     # opening and closing
 
     @remote()
-    async def open(self, settings: CacheConfig) -> OpenedRank:
-        """Open this rank's part of the pools, and the stores."""
+    async def open(self, settings: CacheConfig, debug: bool) -> OpenedRank:
+        """Open this rank's part of the pools, and the stores. ``debug``: as for ``open_local``."""
         config = settings if self._shard is None else self._shard(settings)
         check_shard(settings, config)
         if config.stores:
@@ -513,7 +513,7 @@ class RankServer:
             spec.on_rank(place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
             for spec in config.pools()
         ]
-        self.local = local = await open_local(config, pools, self._given)
+        self.local = local = await open_local(config, pools, self._given, debug=debug)
         for name, work in local.start(Reports(self._ended, self.die, self._keys, self._note_health)):
             self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
             self._stages[-1].add_done_callback(self._stage_ended)
@@ -731,11 +731,9 @@ class RankServer:
 
 ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
 """All that a head may say to a rank."""
-_BY_TYPE = {
-    order.message: (name, name in vars(RankServer), None if order.answer is None else order)
-    for name, order in ORDERS.items()
-}
-"""By the type of a message: its method, whether ``RankServer`` has it, and the order if it is answered."""
+_BY_TYPE = {order.message: order for order in ORDERS.values()}
+_OWN = frozenset(vars(RankServer))
+"""The methods that ``RankServer`` has itself: the others are those of its ``LocalWorker``."""
 _STORE = ORDERS["store"].message
 _counters = m.decoder(m.StoreCounters)
 decode_orders = order_decoder(ORDERS)

@@ -293,11 +293,6 @@ class _Line(Inbox[QueuedWork]):
             self._filled.clear()
             await self._filled.wait()
 
-    def fly(self, copying: Copying) -> None:
-        """Note a copy that is on the device."""
-        self.flying.append(copying)
-        self._filled.set()
-
 
 class LoadBackStage:
     """The queues of loads and of private copies, and the tasks that await what is on the device. The two have a stream
@@ -349,7 +344,8 @@ class LoadBackStage:
             raise
 
     def _fly(self, line: _Line, copying: Copying) -> None:
-        line.fly(copying)
+        line.flying.append(copying)
+        line._filled.set()
         self._by_op.update(dict.fromkeys(copying.work.ops, copying))
 
     async def run(self) -> None:

@@ -45,6 +45,38 @@ class ReadOrder(NamedTuple):
     slots: bytes
 
 
+class PageQuestion(NamedTuple):
+    """A question of ``AsyncCache(debug=True)``: what do these device pages of ``component`` hold? ``slots``: int32."""
+
+    component: int
+    slots: bytes
+
+
+class PageBytes(NamedTuple):
+    """What pages hold, in the order of their slots. ``sums``: a checksum of each, of as many bytes as of every other.
+    ``tokens``: the bits of each token (``asynccache.memory.poison``), as many for a page as for every other; empty: no
+    pool here has bytes. ``untouched``: the layers in which nobody has written any of them."""
+
+    sums: bytes
+    tokens: bytes
+    untouched: list[str]
+
+
+class DamagedPage(NamedTuple):
+    """A device page that was free when somebody wrote it."""
+
+    component: int
+    slot: int
+    pool: str
+
+
+class Inspected(NamedTuple):
+    """The answer to questions, one for each, and the free pages that were found written since the last answer."""
+
+    pages: list[PageBytes]
+    damaged: list[DamagedPage]
+
+
 class WriteOrder(NamedTuple):
     """A ``BackupStorage`` of the core as it is handed over. A decoder cannot use the annotations of ``BackupStorage``
     itself: of ``tuple[StoredPages, ...]`` a compiled core keeps only that it is a tuple."""

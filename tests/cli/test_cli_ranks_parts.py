@@ -19,7 +19,7 @@ from asynccache.worker import Topology
 
 
 def model(**settings: object) -> CacheConfig:
-    return configure(RunSettings.read("stress", settings, {}))
+    return configure(RunSettings.read("stress", {"components": "full,swa,mamba"} | settings, {}))
 
 
 def test_the_parts_of_all_ranks_are_the_whole() -> None:

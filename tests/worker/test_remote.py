@@ -18,7 +18,18 @@ from asynccache.worker.group import WorkerGroup
 from asynccache.worker.link import MOST_FRAME
 from asynccache.worker.local import LocalWorker, StoreEntry
 from asynccache.worker.rank_server import ORDERS, OpenedRank, RankServer, decode_orders
-from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.work import (
+    CopyKind,
+    DamagedPage,
+    Inspected,
+    PageBytes,
+    PageQuestion,
+    ReadOrder,
+    StoredBatch,
+    StoreQuestion,
+    Work,
+    WriteOrder,
+)
 
 CONFIG = CacheConfig(
     model="m", page_size=4, storage=("file:/a?name=x", "redis://b"), prefetch_policy=PrefetchPolicy.BEST_EFFORT,
@@ -33,7 +44,8 @@ MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 PAGES = StoredPages(0, bytes(32), b"slot"), StoredPages(2, bytes(64), b"slots")
 ENTRY = StoreEntry(2, StoreOptions(name="x", write=False), shared=True)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
-    "open": [(CONFIG,)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)], "group_lost": [(2, "was silent")],
+    "open": [(CONFIG, True)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)],
+    "group_lost": [(2, "was silent")],
     "perform": [
         (Work(CopyKind.BACKUP, (6, 7), MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, (8,), MOVES),),
         (Work(CopyKind.CLONE, (9,), MOVES, 8),),
@@ -44,11 +56,13 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "flush": [()],
     "is_away": [(bytes(32),)], "open_store": [(2, "file:/c", {"name": "c"}, None)], "use_store": [(2, 0), (2, None)],
     "drop_store": [(2,)], "leave_store": [(2,)], "close_store": [(2,)], "watch_store": [(1,)], "unwatch_store": [(1,)],
+    "fill": [(0, b"slot", True)], "forget_fill": [(1, b"slot")], "inspect": [([PageQuestion(0, b"slot")], True)],
     "close": [(1.5,)],
 }  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "open": OpenedRank(4, {"full": 64}, [ENTRY], bytes(32)), "store": StoredBatch(frozenset({7, 8}), 1, 2, 3),
     "ask": [bytes([0, 1, 2, 3]), b""], "read": [b"\1"], "open_store": ENTRY,
+    "inspect": Inspected([PageBytes(b"sum", b"bits", ["layer 1"])], [DamagedPage(0, 7, "full")]),
 }  # fmt: skip
 decode_news = m.news_decoder(ORDERS)
 
@@ -124,7 +138,7 @@ def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
     {"components": [{"pool": "full", "bytes_per_token": 4, "device_tokens": 64, "odd": 1}]},
 ])  # fmt: skip
 def test_settings_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
-    message = ORDERS["open"].message(1, CONFIG)
+    message = ORDERS["open"].message(1, CONFIG, False)
     plain = msgspec.to_builtins([message])
     settings = next(part for part in plain[0] if isinstance(part, dict))
     settings |= wrong
