@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 from asynccache.cli.engine_line import HOST, RANKS, placed_storage
 from asynccache.cli.output import Tell, first_line, size
 from asynccache.errors import AsyncCacheError, Unavailable
+from asynccache.extras import without_torch
 from asynccache.redaction import redacted
 from asynccache.storage import KEY_BYTES, RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store, parse_size, parse_url
 from asynccache.storage.checked import within
@@ -129,11 +130,14 @@ def _version(package: str) -> str | None:
 
 
 def _memory(engine: Engine, host: int) -> Iterator[Finding]:
-    from asynccache.memory.pools import available_memory  # here: --help needs no torch
-
-    available = available_memory()
-    state: State = "well" if host <= available else "wrong"
-    yield Finding("memory", state, f"{size(host)} are wanted for the host tier (--host), {size(available)} can be had")
+    try:
+        from asynccache.memory.pools import available_memory  # here: it needs torch
+    except ModuleNotFoundError as error:
+        yield Finding("memory", "wrong", without_torch(error))
+    else:
+        available = available_memory()
+        wanted = f"{size(host)} are wanted for the host tier (--host), {size(available)} can be had"
+        yield Finding("memory", "well" if host <= available else "wrong", wanted)
     try:
         shared = os.statvfs("/dev/shm")
     except OSError as error:

@@ -158,3 +158,11 @@ def test_a_redis_that_answers_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_asked_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_torch_the_rest_is_still_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "asynccache.memory.pools", None)  # as if it could not be imported
+    report = examined("vllm", "memory:", host=1)
+    assert found(report, "memory", "wrong")
+    assert found(report, "store", "well")
