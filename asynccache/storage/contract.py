@@ -56,11 +56,22 @@ class StoreLayout(NamedTuple):
     """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
-    of records: a place that was written with another schema has no records for this cache.
+    of records: a place that was written with another schema has no records for this cache. ``any_size``: above 0,
+    payloads of every pool may have any size up to this, as in a host process, which does not know its clients' pools.
     """
 
     page_bytes: Mapping[str, int]
     schema: bytes
+    any_size: int = 0
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest payload; 0: nothing may be stored."""
+        return max(self.any_size, *self.page_bytes.values(), 0)
+
+    def takes(self, pool: str, size: int) -> bool:
+        """Return True if a payload of ``pool`` may have ``size`` bytes."""
+        return size == self.page_bytes.get(pool) or 0 < size <= self.any_size
 
 
 def check_layout(layout: object) -> StoreLayout:
@@ -76,6 +87,7 @@ def check_layout(layout: object) -> StoreLayout:
         checks.integer(f"layout: page_bytes of {checks.shown(pool)}", size, 1)
         checks.text("layout: page_bytes: a pool", pool)
     checks.instance("layout: schema", found.schema, bytes)
+    checks.integer("layout: any_size", found.any_size, 0)
     return found
 
 

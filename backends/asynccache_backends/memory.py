@@ -174,7 +174,7 @@ class MemoryBackend:
 def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int:
     """Return the capacity in ``url``. Raises ConfigError if it does not hold one page."""
     capacity = url.settings(MemorySettings).capacity
-    needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
+    needed = HEADER_BYTES + layout.largest
     if capacity < needed:
         raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")
     return capacity
