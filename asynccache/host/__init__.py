@@ -8,9 +8,9 @@ Laws:
 * A page is visible whole or not at all, and whoever reads it verifies it.
 * Reads hold nothing. A client copies a page, and then compares the slot's generation: if that has changed, the page was
   evicted meanwhile, and it is a miss.
-* A slot that is being written belongs to its process until that publishes it, gives it back or dies (its pidfd says so).
-  So a client that is killed at any message leaks nothing and publishes nothing, and one that is stopped keeps its slots,
-  which its quota bounds. No time-out can take a slot from under a copy.
+* A slot that is being written belongs to its process until that publishes it, gives it back or dies (its pidfd says
+  so). So a client that is killed at any message leaks nothing and publishes nothing, and one that is stopped keeps its
+  slots, which its quota bounds. No time-out can take a slot from under a copy.
 * What a client sends is checked before it is used. One that lies harms its own hits, or those of pages that it
   scribbles on, which their readers find out.
 * Memory is never above what was asked for.

@@ -5,10 +5,12 @@ Records pass through as clients have sealed them, headers and all: the stores ar
 ``CallGuard``, without a ``CheckedStore``.
 
 Laws:
-* A store that hangs harms nobody. No answer waits for it longer than ``LATE`` seconds, and while one of its calls is that
-  late it is not asked: its pages count as FAILED. What it holds pinned is bounded (``WRITERS`` batches, and its reads).
-* A store that fails or is slow loses writes and delays none: each store has a queue and tasks of its own. A page that is
-  evicted before its turn is not written.
+* A store that hangs harms nobody. No answer waits for it longer than ``LATE`` seconds, and while one of its calls is
+  that late it is not asked: its pages count as FAILED. What it holds pinned is bounded (``WRITERS`` batches, and its
+  reads).
+* A store that fails or is slow loses writes and delays none: each store has a queue and tasks of its own. A page that
+  is evicted before its turn is not written.
+* What is deleted stays deleted: a write of it that is under way is waited for, and a read of it is not published.
 * A page that was read by a client and did not verify is dropped from memory. The copy in a store may be good, so it is
   read again, and verified once here; only if it is bad, too, it is deleted there.
 """
@@ -75,6 +77,7 @@ class StoreBehind:
         self.quiet = asyncio.Event()
         self.quiet.set()
         self._begun: dict[object, float] = {}
+        self._batches: dict[asyncio.Future[None], frozenset[bytes]] = {}
 
     async def open(self, layout: StoreLayout, memory: memoryview | None) -> None:
         """Open it. Raises as ``open_store`` does; cancelling it leaves nothing open."""
@@ -104,6 +107,24 @@ class StoreBehind:
         finally:
             del self._begun[token]
 
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Write pages. ``has_written`` waits for it."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._batches[ended] = frozenset(key.key for key in keys)
+        self.writing += len(keys)
+        try:
+            return await self.guard.answers("put", keys, lambda keys: self.backend.put(keys, records))
+        finally:
+            self.writing -= len(keys)
+            del self._batches[ended]
+            ended.set_result(None)
+
+    async def has_written(self, keys: Sequence[bytes] | None, patience: float) -> bool:
+        """Wait until no write of one of ``keys`` (None: of any page) is under way, for ``patience`` seconds at most.
+        Return whether there is none."""
+        batches = [ended for ended, among in self._batches.items() if keys is None or not among.isdisjoint(keys)]
+        return not batches or not (await asyncio.wait(batches, timeout=patience))[1]
+
 
 class StoresBehind:
     """All stores behind one host process, nearest first. For one event loop. ``longest``: of the payloads.
@@ -127,6 +148,7 @@ class StoresBehind:
         self._reads: dict[bytes, asyncio.Task[dict[bytes, int]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._suspects: dict[bytes, None] = {}
+        self._deleted: set[bytes] = set()  # of those that are being read
         self._writers: list[asyncio.Task[None]] = []
         self._now = time.time
 
@@ -197,14 +219,12 @@ class StoresBehind:
 
     async def _write(self, store: StoreBehind, batch: Sequence[HostPage]) -> None:
         keys, records = [PageKey(page.pool, page.key) for page in batch], [self._record(page) for page in batch]
-        store.writing += len(batch)
         try:
-            answers = await store.guard.answers("put", keys, lambda keys: store.backend.put(keys, records))
+            answers = await store.put(keys, records)
             hits = answers.count(Result.HIT)
             store.counts["written"] += hits
             store.counts["dropped"] += len(answers) - hits
         finally:
-            store.writing -= len(batch)
             for page in batch:
                 self._table.unpin(page)
 
@@ -243,8 +263,8 @@ class StoresBehind:
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
                 found |= task.result()
-        for key, i in missing.items():
-            codes[i] = found.get(key, FAILED)
+        for name, i in missing.items():
+            codes[i] = found.get(name, FAILED)
         for i, code in enumerate(codes):  # a key that came twice
             if code == MISS and keys[i] in missing:
                 codes[i] = codes[missing[keys[i]]]
@@ -252,6 +272,7 @@ class StoresBehind:
     def _brought(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._reads.pop(key, None)
+            self._deleted.discard(key)
 
     async def _bring(self, keys: Sequence[PageKey], sizes: Sequence[int], label: HostLabel) -> dict[bytes, int]:
         """Read pages from the nearest store that has them. Returns the code of each key."""
@@ -284,6 +305,8 @@ class StoresBehind:
                         answers[n] = Result.CORRUPT
                         bad.append(wanted[n])
             for (i, page), answer in list(zip(reads, answers, strict=True))[::-1]:
+                if page.key in self._deleted:
+                    continue
                 codes[i] = int(answer)
                 if answer is Result.HIT:
                     table.publish(self._reader, page.slot, self._now())
@@ -305,16 +328,21 @@ class StoresBehind:
     async def delete(self, keys: Sequence[bytes], pools: Sequence[str], codes: bytearray) -> None:
         """Delete these pages from all stores; ``codes`` gets what they answer: FAILED where one could not."""
         wanted, at = [_page_key(keys, pools, i) for i in range(len(keys))], list(range(len(keys)))
+        self._deleted.update(key for key in keys if key in self._reads)
         for store in self.stores:
-            answers = await self._in_time(store.guard.answers("put", wanted, store.backend.delete))
+            written = await store.has_written(keys, LATE)
+            answers = await self._in_time(store.guard.answers("put", wanted, store.backend.delete)) if written else None
             for i, answer in zip(at, answers or [Result.FAILED] * len(keys), strict=True):
                 if answer is Result.FAILED or codes[i] == MISS:
                     codes[i] = int(answer)
 
     async def clear(self) -> str:
         """Delete all pages of all stores. Returns what went wrong, if anything did."""
+        self._deleted.update(self._reads)
         for store in self.stores:
             store.waiting.clear()
+            if not await store.has_written(None, DRAIN):
+                return f"{store.options.name}: a write does not end"
         return await self._each("clear")
 
     async def flush(self) -> str:

@@ -135,8 +135,8 @@ def layout_of(size: int, *, huge: bool = False) -> MemoryLayout:
 
 
 class HostMemory:
-    """The shared memory. ``view``: all of it. ``fd``: what clients get. ``allocated``: the bytes from the begin that are
-    allocated by now."""
+    """The shared memory. ``view``: all of it. ``fd``: what clients get. ``allocated``: the bytes from the begin that
+    are allocated by now."""
 
     def __init__(self, layout: MemoryLayout, fd: int, allocated: int) -> None:
         self.layout = layout

@@ -3,13 +3,14 @@
 Laws:
 * Every slot and every unit is free, or a page's, or reserved by a process, or both of the latter: never of two pages.
 * A slot's generation grows when its page has gone, before anybody else can get the slot.
-* A page that is *pinned* (a store reads from it or into it) keeps its place until it is unpinned, also if it was dropped.
+* A page that is *pinned* (a store reads from it or into it) keeps its place until it is unpinned, also if it was
+  dropped.
 * Of two processes that write the same page the first to publish wins; the other's slot comes free.
 * What one process may have reserved is bounded, and so is what all have: half of the memory.
 
 Recency decides what goes: the page that was used longest ago. A call's pages are used in reverse order, so that of a
-prefix the deepest page goes first, without which the others still serve, although nobody here knows of prefixes. A label
-(a tenant, a model) may have a limit; at it, its own oldest page goes.
+prefix the deepest page goes first, without which the others still serve, although nobody here knows of prefixes. A
+label (a tenant, a model) may have a limit; at it, its own oldest page goes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asynccache.storage import HEADER_BYTES
 
 LONGEST_SHARE = 8
 """A page takes at most this part of the memory."""
-MOST_QUOTA = 512 << 20
+MOST_QUOTA, LEAST_QUOTA = 512 << 20, 64 << 20
 QUOTA_SHARE = 8
 
 
@@ -94,8 +95,9 @@ class PageTable:
     """All pages of one memory. ``generations`` is the table in the shared memory, which clients read."""
 
     def __init__(
-        self, layout: MemoryLayout, generations: Any, *, limits: Mapping[str, int] | None = None, quota: int | None = None
-    ) -> None:
+        self, layout: MemoryLayout, generations: Any, *, limits: Mapping[str, int] | None = None,
+        quota: int | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.index: dict[bytes, HostPage] = {}
         self.order: OrderedDict[bytes, HostPage] = OrderedDict()
@@ -105,7 +107,8 @@ class PageTable:
         self.reserved_bytes = 0
         self.usable = 0
         self.longest = layout.units // LONGEST_SHARE * UNIT
-        self.quota = min(MOST_QUOTA, layout.units * UNIT // QUOTA_SHARE) if quota is None else quota
+        share = max(layout.units * UNIT // QUOTA_SHARE, min(LEAST_QUOTA, layout.units * UNIT // 2))
+        self.quota = min(MOST_QUOTA, share) if quota is None else quota
         self._shared = generations
         self._generations = [0] * layout.slots
         self._extents = Extents()
@@ -296,8 +299,9 @@ class PageTable:
         def page_of(one: KeptPage) -> HostPage:
             units = units_of(one.length)
             places.append((one.start, units))
-            page = HostPage(one.key, one.pool, one.length, one.slot, one.start, units,
-                            self.layout.payloads_at + one.start * UNIT, generations[one.slot], self.label(one.label))  # fmt: skip
+            offset = self.layout.payloads_at + one.start * UNIT
+            page = HostPage(one.key, one.pool, one.length, one.slot, one.start, units, offset, generations[one.slot],
+                            self.label(one.label))  # fmt: skip
             self._in_slot[one.slot] = page
             return page
 

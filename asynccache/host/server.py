@@ -4,8 +4,8 @@ A process is told by its pidfd (``SO_PEERPIDFD``, so that a client in a containe
 process is dead, no thread of it copies any more, and what it had reserved is free. The end of a connection alone frees
 nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Both may come in any order.
 
-Clients are of this user or root, or of the group that the socket was given. What one sends is bounded: a frame, the time
-until its greeting, the answers that it does not read, the number of connections.
+Clients are of this user or root, or of the group that the socket was given. What one sends is bounded: a frame, the
+time until its greeting, the answers that it does not read, the number of connections.
 """
 
 from __future__ import annotations
@@ -386,8 +386,9 @@ class HostServer:
         loop = asyncio.get_running_loop()
         self.draining, self.heir = True, client
         until = time.monotonic() + HAND_OVER_PATIENCE
-        while self.table.reserved_bytes and time.monotonic() < until:
-            await asyncio.sleep(0.01)  # copies that are under way are published, and no new ones begin
+        # copies that are under way are published, and no new ones begin
+        while self.table.reserved_bytes and time.monotonic() < until:  # noqa: ASYNC110  once in a server's life
+            await asyncio.sleep(0.01)
         if self._growing is not None:
             await asyncio.wait([self._growing])
         if self.behind is not None:

@@ -23,8 +23,8 @@ LISTED_AT_ONCE = 2000
 
 
 class HostSession:
-    """One client's session. ``ended_well``: it has said that it copies into no slot any more. ``behind``: the stores, if
-    there are any. ``now`` and ``clock`` return the unix time, and seconds that never go back."""
+    """One client's session. ``ended_well``: it has said that it copies into no slot any more. ``behind``: the stores,
+    if there are any. ``now`` and ``clock`` return the unix time, and seconds that never go back."""
 
     def __init__(
         self, table: PageTable, writer: Writer, label: HostLabel, *, behind: StoresBehind | None,

@@ -1,4 +1,4 @@
-"""Unix sockets: who is at the other end, one that only some may connect to, and what an old server hands to a new one."""
+"""Unix sockets: who is at the other end, and one that only some may connect to."""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
-"""What a host process and its clients say to each other: MessagePack arrays, each in a frame of 4 bytes of length (little-
-endian) and the message.
+"""What a host process and its clients say to each other: MessagePack arrays, each in a frame of 4 bytes of length
+(little-endian) and the message.
 
 A client's first message is ``Greeting``, which no version changes but by adding fields at its end. The server answers
-``Welcomed``, with the descriptor of the shared memory beside it (SCM_RIGHTS), or ``Refused``. From then on every request
-has a number, and its answer the same one; answers may come in another order. ``GiveBack`` and ``Bye`` get no answer.
+``Welcomed``, with the descriptor of the shared memory beside it (SCM_RIGHTS), or ``Refused``. From then on every
+request has a number, and its answer the same one; answers may come in another order. ``GiveBack`` and ``Bye`` get no
+answer.
 
 Versions: a server serves clients of its own version and of the one before. Both sides ignore fields that they do not
 know at the end of a message.
 
 The memory, in this order: generations (8 bytes a slot), headers (64 bytes a slot), payloads. A page has a slot, where
-its generation and its header lie, and an extent of the payloads, in units of 4 KiB. ``Welcomed`` says where each begins.
-A server that comes back has another ``boot``, and other memory; one that took over another's memory has that one's.
-Each connection has one boot, so answers need not repeat it. They do say how much is stored, so that nobody has to ask.
+its generation and its header lie, and an extent of the payloads, in units of 4 KiB. ``Welcomed`` says where each
+begins. A server that comes back has another ``boot``, and other memory; one that took over another's memory has that
+one's. Each connection has one boot, so answers need not repeat it. They do say how much is stored, so that nobody has
+to ask.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ RESULTS = tuple(Result)
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], Meta(max_length=MOST_KEYS)]
 Numbers = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 62)]], Meta(max_length=MOST_KEYS)]
-Pools = Annotated[list[Annotated[str, Meta(max_length=1 << 14)]], Meta(max_length=MOST_KEYS)]
+Pools = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MOST_KEYS)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -56,7 +58,7 @@ class Greeting(HostMessage):
 
 class Welcomed(HostMessage):
     """The client may go on. ``version``: the one to speak. ``quota``: how many bytes its process may have reserved.
-    ``longest``: the longest payload that is taken."""
+    ``longest``: the longest payload that is taken. ``pages``, ``held``: as in ``Verdicts``."""
 
     version: int
     boot: bytes
@@ -67,7 +69,7 @@ class Welcomed(HostMessage):
     quota: int
     longest: int
     pages: int
-    bytes: int
+    held: int
 
 
 class Refused(HostMessage):
@@ -169,12 +171,12 @@ class TakeOver(HostMessage):
 
 
 class Verdicts(HostMessage):
-    """``pages``, ``bytes``: what is stored in the memory now. ``codes``: a ``Result`` for each key or slot, one byte
-    each."""
+    """``pages``, ``held``: how many pages are in the memory now, and their bytes. ``codes``: a ``Result`` for each key
+    or slot, one byte each."""
 
     number: int
     pages: int
-    bytes: int
+    held: int
     codes: bytes
 
 
@@ -184,7 +186,7 @@ class Places(HostMessage):
 
     number: int
     pages: int
-    bytes: int
+    held: int
     codes: bytes
     slots: list[int]
     offsets: list[int]
@@ -196,7 +198,7 @@ class Told(HostMessage):
 
     number: int
     pages: int
-    bytes: int
+    held: int
     counts: dict[str, float]
     labels: dict[str, dict[str, int]]
 
@@ -206,7 +208,7 @@ class Enumerated(HostMessage):
 
     number: int
     pages: int
-    bytes: int
+    held: int
     slot: int
     keys: list[bytes]
     sizes: list[int]
@@ -218,7 +220,7 @@ class Inheritance(HostMessage):
 
     number: int
     pages: int
-    bytes: int
+    held: int
     length: int
 
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache.errors import Timeout
-from asynccache.storage.contract import HEADER_BYTES, Listable, PageKey, Record, Result, Stored
+from asynccache.storage.contract import HEADER_BYTES, Listable, PageKey, Record, Result, Stored, drop_damaged
 
 Verify = Callable[[Sequence[PageKey], Sequence[Record]], Awaitable[list[bool]]]
 """Returns for each record whether it is undamaged and belongs to its key. The pool's name in a key may be empty, since
@@ -122,7 +122,7 @@ async def _scrub_batch(
     bad += [i for i, result in enumerate(results) if result is Result.CORRUPT]
     if bad:
         async with within(timeout, f"the store did not delete {len(bad)} damaged pages"):
-            await backend.delete([keys[i] for i in bad])
+            await drop_damaged(backend, [keys[i] for i in bad])
     read = [i for i, result in enumerate(results) if result in (Result.HIT, Result.CORRUPT)]
     size = sum(records[i].payload.nbytes for i in read)
     return Scrubbed(len(read), size, len(bad), results.count(Result.FAILED))
