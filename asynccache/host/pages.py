@@ -15,6 +15,7 @@ label (a tenant, a model) may have a limit; at it, its own oldest page goes.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -165,6 +166,7 @@ class PageTable:
         page = HostPage(key, pool, length, slot, start, units, self.layout.payloads_at + start * UNIT,
                         self._generations[slot], label)  # fmt: skip
         self._in_slot[slot] = page
+        self._shared[slot] = page.generation  # again: a client may have written there
         writer.reserved[slot] = page
         writer.bytes += size
         self.reserved_bytes += size
@@ -282,6 +284,10 @@ class PageTable:
                     return found, at
                 found.append(page)
         return found, -1
+
+    def generations(self) -> bytes:
+        """Return the generation of every slot, 8 bytes each, as the server knows it."""
+        return array("Q", self._generations).tobytes()
 
     def kept(self) -> Iterator[KeptPage]:
         """Yield all stored pages, the coldest first."""

@@ -424,7 +424,7 @@ class HostServer:
             for peer in writing
         ]  # fmt: skip
         return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
-                        bytes(self.memory.generations), list(table.kept()), reserved)  # fmt: skip
+                        table.generations(), list(table.kept()), reserved)  # fmt: skip
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""

@@ -14,7 +14,7 @@ class TestHost(BackendSuite):
     persistent = True
 
     @pytest_asyncio.fixture
-    async def open_backend(self) -> AsyncIterator[OpenBackend]:
+    async def open_backend(self) -> AsyncIterator[OpenBackend]:  # type: ignore[override]
         path = socket_path()
         async with serving(path) as server:
             yield lambda: client(path)
@@ -26,7 +26,7 @@ class TestHostWithAFolderBehind(BackendSuite):
     persistent = True
 
     @pytest_asyncio.fixture
-    async def open_backend(self, tmp_path: object) -> AsyncIterator[OpenBackend]:
+    async def open_backend(self, tmp_path: object) -> AsyncIterator[OpenBackend]:  # type: ignore[override]
         path = socket_path()
         async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server:
             yield lambda: client(path)
