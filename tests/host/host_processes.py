@@ -18,11 +18,12 @@ from asynccache.testing.backend_suite import keys_of
 from tests.host.host_kit import client
 
 
-class Server:
+class HostProcess:
     """``asynccache serve`` at a path; ``start`` it again after ``kill``."""
 
     def __init__(self, path: str, memory: str, *more: str) -> None:
         self.path = path
+        self.url = f"host:{path}"
         self.words = ["serve", "--listen", f"unix:{path}", "--memory", memory, "--quiet", *more]
         self.process: subprocess.Popen[bytes]
 
@@ -67,9 +68,9 @@ class Server:
 
 
 @contextmanager
-def server_process(path: str, memory: str = "24MiB", *more: str) -> Iterator[Server]:
+def server_process(path: str, memory: str = "24MiB", *more: str) -> Iterator[HostProcess]:
     """A server that has been started."""
-    server = Server(path, memory, *more)
+    server = HostProcess(path, memory, *more)
     server.start()
     try:
         yield server
@@ -94,7 +95,7 @@ def report(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-async def killed_clients(server: Server, seed: int, kills: int, *, at_once: int = 3) -> dict[str, float]:
+async def killed_clients(server: HostProcess, seed: int, kills: int, *, at_once: int = 3) -> dict[str, float]:
     """Kill ``kills`` clients at random moments, while others go on. Returns the server's counts when all is over."""
     random = Random(seed)
     running: list[subprocess.Popen[str]] = []
@@ -112,7 +113,7 @@ async def killed_clients(server: Server, seed: int, kills: int, *, at_once: int 
     return await server.settled()
 
 
-async def killed_servers(server: Server, seed: int, kills: int, clients: Sequence[subprocess.Popen[str]]) -> None:
+async def killed_servers(server: HostProcess, seed: int, kills: int, clients: Sequence[subprocess.Popen[str]]) -> None:
     """Kill the server ``kills`` times at random moments while ``clients`` go on, and start it again."""
     random = Random(seed)
     for _ in range(kills):
