@@ -168,6 +168,7 @@ async def _serve(options: Options) -> int:
         if taken is not None:
             taken[1]()
         gc.freeze()  # what is there by now stays, so it need not be looked through again
+        gc.set_threshold(50_000, 50, 1000)  # pages are no garbage, and there are many of them
         async with AsyncExitStack() as parts:
             if options.metrics is not None:
                 from asynccache.host.metrics import serve_metrics

@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from sys import intern
 from typing import Any, NamedTuple
 
 from asynccache.host.memory import UNIT, Extents, MemoryLayout, units_of
@@ -93,15 +94,15 @@ class KeptPage(NamedTuple):
 
 
 class PageTable:
-    """All pages of one memory. ``generations`` is the table in the shared memory, which clients read."""
+    """All pages of one memory. ``generations`` is the table in the shared memory, which clients read. ``index``: the
+    pages that can be found, the coldest first."""
 
     def __init__(
         self, layout: MemoryLayout, generations: Any, *, limits: Mapping[str, int] | None = None,
         quota: int | None = None,
     ) -> None:  # fmt: skip
         self.layout = layout
-        self.index: dict[bytes, HostPage] = {}
-        self.order: OrderedDict[bytes, HostPage] = OrderedDict()
+        self.index: OrderedDict[bytes, HostPage] = OrderedDict()
         self.labels: dict[str, HostLabel] = {name: HostLabel(name, limit) for name, limit in (limits or {}).items()}
         self.counts: Counter[str] = Counter()
         self.bytes = 0
@@ -111,10 +112,10 @@ class PageTable:
         share = max(layout.units * UNIT // QUOTA_SHARE, min(LEAST_QUOTA, layout.units * UNIT // 2))
         self.quota = min(MOST_QUOTA, share) if quota is None else quota
         self._shared = generations
-        self._generations = [0] * layout.slots
         self._extents = Extents()
-        self._slots = list(range(layout.slots - 1, -1, -1))
-        self._in_slot: list[HostPage | None] = [None] * layout.slots
+        self._slots: list[int] = []  # those that were used and are free; others have never been used
+        self._generations = array("Q")  # of all that were ever used
+        self._in_slot: list[HostPage | None] = []
 
     def __repr__(self) -> str:
         return f"PageTable({len(self.index)} pages, {self.bytes} of {self.usable * UNIT} bytes)"
@@ -138,11 +139,11 @@ class PageTable:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that the pages of ``keys`` are used now; of these the first is the one that goes last."""
-        index, order = self.index, self.order
+        index = self.index
         for key in reversed(keys):
             page = index.get(key)
             if page is not None:
-                order.move_to_end(key)
+                index.move_to_end(key)
                 if page.label.limit is not None:
                     page.label.order.move_to_end(key)
 
@@ -162,8 +163,8 @@ class PageTable:
         start = self._room(units)
         if start is None:
             return None
-        slot = self._slots.pop()
-        page = HostPage(key, pool, length, slot, start, units, self.layout.payloads_at + start * UNIT,
+        slot = self._slot()
+        page = HostPage(key, intern(pool), length, slot, start, units, self.layout.payloads_at + start * UNIT,
                         self._generations[slot], label)  # fmt: skip
         self._in_slot[slot] = page
         self._shared[slot] = page.generation  # again: a client may have written there
@@ -207,7 +208,7 @@ class PageTable:
 
     def _store(self, page: HostPage, now: float) -> None:
         page.stored, page.written = True, now
-        self.index[page.key] = self.order[page.key] = page
+        self.index[page.key] = page
         self.bytes += page.length + HEADER_BYTES
         label = page.label
         label.pages += 1
@@ -222,7 +223,7 @@ class PageTable:
         if not page.stored:
             return
         page.stored = False
-        del self.index[page.key], self.order[page.key]
+        del self.index[page.key]
         self.bytes -= page.length + HEADER_BYTES
         label = page.label
         label.pages -= 1
@@ -254,15 +255,24 @@ class PageTable:
         return True
 
     def _room(self, units: int) -> int | None:
-        """Take ``units`` in a row, with a slot, evicting pages until there are."""
-        while not self._slots or (start := self._extents.take(units)) is None:
-            page = next((page for page in self.order.values() if not page.pins), None)
+        """Take ``units`` in a row, evicting pages until there are, and a slot beside them."""
+        while not (self._slots or len(self._in_slot) < self.layout.slots) or (
+            start := self._extents.take(units)
+        ) is None:
+            page = next((page for page in self.index.values() if not page.pins), None)
             if page is None:
                 return None
             self.counts["evicted"] += 1
             page.label.counts["evicted"] += 1
             self.drop(page)
         return start
+
+    def _slot(self) -> int:
+        if self._slots:
+            return self._slots.pop()
+        self._generations.append(0)
+        self._in_slot.append(None)
+        return len(self._in_slot) - 1
 
     def _release(self, page: HostPage) -> None:
         slot = page.slot
@@ -277,7 +287,7 @@ class PageTable:
     def listed(self, slot: int, most: int) -> tuple[list[HostPage], int]:
         """Return up to ``most`` stored pages in the slots from ``slot`` on, and the slot after these; -1: the end."""
         found: list[HostPage] = []
-        for at in range(slot, self.layout.slots):
+        for at in range(slot, len(self._in_slot)):
             page = self._in_slot[at]
             if page is not None and page.stored:
                 if len(found) == most:
@@ -286,12 +296,12 @@ class PageTable:
         return found, -1
 
     def generations(self) -> bytes:
-        """Return the generation of every slot, 8 bytes each, as the server knows it."""
-        return array("Q", self._generations).tobytes()
+        """Return the generation of every slot that was ever used, 8 bytes each."""
+        return self._generations.tobytes()
 
     def kept(self) -> Iterator[KeptPage]:
         """Yield all stored pages, the coldest first."""
-        for page in self.order.values():
+        for page in self.index.values():
             yield KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, page.written)
 
     def restore(
@@ -299,7 +309,8 @@ class PageTable:
         reserved: Iterable[tuple[Writer, KeptPage]],
     ) -> None:  # fmt: skip
         """Take over the pages of another server, and what processes have reserved there. To be called once, first."""
-        self._generations = list(generations)
+        self._generations = array("Q", generations)
+        self._in_slot = [None] * len(generations)
         places: list[tuple[int, int]] = []
 
         def page_of(one: KeptPage) -> HostPage:
@@ -318,22 +329,21 @@ class PageTable:
             writer.reserved[one.slot] = page
             writer.bytes += page.units * UNIT
             self.reserved_bytes += page.units * UNIT
-        self._slots = [slot for slot in self._slots if self._in_slot[slot] is None]
+        self._slots = [slot for slot, page in enumerate(self._in_slot) if page is None]
         self._extents.give_all_but(places, usable)
         self.usable = usable
 
     def audit(self) -> None:
         """Raise AssertionError unless every slot and every unit is in exactly one place. For tests and the soak."""
         taken = [page for page in self._in_slot if page is not None]
-        assert len(taken) + len(self._slots) == self.layout.slots, "a slot is lost"
+        assert len(taken) + len(self._slots) == len(self._in_slot) <= self.layout.slots, "a slot is lost"
         ends = 0
         for page in sorted(taken, key=lambda page: page.start):
             assert page.start >= ends, "two pages share a unit"
             ends = page.start + page.units
-        assert ends <= max(self.usable, ends if not taken else self.usable), "a page lies beyond the end"
+        assert ends <= self.usable, "a page lies beyond the end"
         assert self._extents.free + sum(page.units for page in taken) == self.usable, "a unit is lost"
         stored = [page for page in taken if page.stored]
         assert {page.key: page for page in stored} == self.index, "a stored page cannot be found"
-        assert self.index == dict(self.order)
         assert self.bytes == sum(page.length + HEADER_BYTES for page in stored)
         assert all(self._shared[slot] == generation for slot, generation in enumerate(self._generations))

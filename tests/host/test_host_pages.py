@@ -130,7 +130,7 @@ class TableMachine(RuleBasedStateMachine):
         names = [name_of(key) for key in keys]
         self.table.touch(names)
         there = [name for name in names if name in self.table.index]
-        assert list(self.table.order)[len(self.table.order) - len(there) :] == there[::-1]
+        assert list(self.table.index)[len(self.table.index) - len(there) :] == there[::-1]
 
     @rule(key=st.integers(0, 19), pin=st.booleans())
     def drop(self, key: int, pin: bool) -> None:
@@ -162,8 +162,8 @@ class TableMachine(RuleBasedStateMachine):
         writers = [Writer(str(number)) for number in range(3)]
         owed = [(writers[who], KeptPage(p.key, p.pool, p.length, p.slot, p.start, p.label.name, 0.0))
                 for who, held in enumerate(self.held) for p in held]
-        new.restore(old.usable, list(old._shared), list(old.kept()), owed)
-        assert list(new.order) == list(old.order)
+        new.restore(old.usable, list(old._generations), list(old.kept()), owed)
+        assert list(new.index) == list(old.index)
         self.table, self.writers = new, writers
         self.held = [list(writer.reserved.values()) for writer in writers]
 
