@@ -61,6 +61,29 @@ async def test_a_killed_server_costs_misses_and_its_clients_come_back(tmp_path: 
         assert server.stop() == 0
 
 
+def pss(pid: int) -> dict[str, int]:
+    """What a process has of memory, by kind, with its part of what it shares: in bytes."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name.rstrip(":"): int(size) << 10 for name, size, *_ in map(str.split, lines)}
+
+
+@pytest.mark.slow(10)
+@pytest.mark.asyncio
+async def test_memory_is_what_was_asked_for() -> None:
+    path, asked = socket_path(), 128 << 20
+    with server_process(path, "128MiB") as server:
+        await server.counts()
+        clients = [await asyncio.to_thread(child, path, seed, 3600.0) for seed in range(4)]
+        for _ in range(10):
+            await asyncio.sleep(0.4)
+            shared = [pss(pid) for pid in (server.process.pid, *(one.pid for one in clients))]
+            assert sum(one["Pss_Shmem"] for one in shared) <= asked
+            assert shared[0]["Pss_Anon"] + shared[0]["Pss_File"] <= 64 << 20
+        for one in clients:
+            one.kill()
+            one.communicate()
+
+
 @pytest.mark.asyncio
 async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> None:
     path = socket_path()
