@@ -30,6 +30,8 @@ COMMANDS = {
     "replay": ("options", "serve the requests of a recorded trace, and verify every page"),
     "stress": ("options", "serve made-up conversations, with faults and cancellations if wanted, and verify every "
                           "page"),
+    "serve": ("serve", "own host memory and stores of this machine, for all engines on it, which reach them as "
+                       "host:PATH"),
     "store": ("store", "show what a store holds, look for damaged pages, and remove pages"),
     "config": ("config", "show which settings are in effect and where they come from; check a file; print what a file "
                          "may say, or what vLLM and SGLang need on their command line"),

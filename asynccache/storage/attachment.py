@@ -19,8 +19,7 @@ import msgspec
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.redaction import redacted
-from asynccache.storage.call_guard import Breaker
-from asynccache.storage.checked import CheckedStore
+from asynccache.storage.checked import CheckedStore, breaker_of
 from asynccache.storage.contract import StorageBackend, StoreLayout, check_layout
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import ParsedUrl, StoreOptions, check_name, parse_url, take_options
@@ -100,7 +99,7 @@ def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions)
     """Put ``backend`` behind a ``CheckedStore`` with the settings of ``options``. Each back-off of its breaker is made
     up to a fifth shorter or longer at random, so that the servers that share a store do not all come back to it at the
     same moment."""
-    breaker = Breaker(jitter=lambda: uniform(0.8, 1.2))
+    breaker = breaker_of(backend, jitter=lambda: uniform(0.8, 1.2))
     return CheckedStore(
         backend, layout, timeout=options.timeout, slow=options.slow, concurrency=options.concurrency, breaker=breaker
     )

@@ -61,6 +61,8 @@ from asynccache.storage.contract import (
     Stored,
     StoreLayout,
     check_layout,
+    drop_damaged,
+    longest_backoff,
     probe,
 )
 from asynccache.storage.url import MOST_CALLS
@@ -171,7 +173,7 @@ async def _scrub_batch(
     bad += [i for i, result in enumerate(results) if result is Result.CORRUPT]
     if bad:
         async with within(timeout, f"the store did not delete {len(bad)} damaged pages"):
-            await backend.delete([keys[i] for i in bad])
+            await drop_damaged(backend, [keys[i] for i in bad])
     read = [i for i, result in enumerate(results) if result in (Result.HIT, Result.CORRUPT)]
     size = sum(records[i].payload.nbytes for i in read)
     return Scrubbed(len(read), size, len(bad), results.count(Result.FAILED))
@@ -278,6 +280,13 @@ def pool_digest(
     return digest.digest()
 
 
+def breaker_of(backend: object, jitter: Callable[[], float] = lambda: 1.0) -> Breaker:
+    """Return a new breaker for ``backend``, whose back-offs are as long as that backend wants them at most."""
+    longest = longest_backoff(backend, LONGEST_BACKOFF)
+    return Breaker(backoff=min(FIRST_BACKOFF, longest), max_backoff=longest, jitter=jitter)
+
+
+FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 15.0
 PART_PAGES = 1024
 """Pages in one call of the backend, at most. A longer call is made in parts, so that it does not hold up the loop."""
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
@@ -314,7 +323,7 @@ class CheckedStore:
     ) -> None:
         self.backend = checks.provider("backend", backend, StorageBackend)  # type: ignore[type-abstract]
         self.layout = check_layout(layout)
-        self.breaker = Breaker() if breaker is None else checks.instance("breaker", breaker, Breaker)
+        self.breaker = breaker_of(backend) if breaker is None else checks.instance("breaker", breaker, Breaker)
         if clock is not None:
             checks.function("clock", clock)
         timeout, slow = checks.number("timeout", timeout, above=0), checks.number("slow", slow, 0)
@@ -481,7 +490,7 @@ class CheckedStore:
                 results[i] = Result.CORRUPT
         if Result.CORRUPT in results:
             bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
-            await self._guard.answers("drop", bad, self.backend.delete)
+            await self._guard.answers("drop", bad, lambda keys: drop_damaged(self.backend, keys))
         return results
 
     async def _verdicts(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:

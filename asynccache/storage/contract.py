@@ -9,14 +9,15 @@ for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeo
 Cancelling a call returns only after the backend has let go of every buffer that was passed in.
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
-ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe.
+ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a
+backend that has a page in several places.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache import checks
 
@@ -56,11 +57,22 @@ class StoreLayout(NamedTuple):
     """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
-    of records: a place that was written with another schema has no records for this cache.
+    of records: a place that was written with another schema has no records for this cache. ``any_size``: above 0,
+    payloads of every pool may have any size up to this, as in a host process, which does not know its clients' pools.
     """
 
     page_bytes: Mapping[str, int]
     schema: bytes
+    any_size: int = 0
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest payload; 0: nothing may be stored."""
+        return max(self.any_size, *self.page_bytes.values(), 0)
+
+    def takes(self, pool: str, size: int) -> bool:
+        """Return True if a payload of ``pool`` may have ``size`` bytes."""
+        return size == self.page_bytes.get(pool) or 0 < size <= self.any_size
 
 
 def check_layout(layout: object) -> StoreLayout:
@@ -76,6 +88,7 @@ def check_layout(layout: object) -> StoreLayout:
         checks.integer(f"layout: page_bytes of {checks.shown(pool)}", size, 1)
         checks.text("layout: page_bytes: a pool", pool)
     checks.instance("layout: schema", found.schema, bytes)
+    checks.integer("layout: any_size", found.any_size, 0)
     return found
 
 
@@ -86,6 +99,13 @@ def is_shared(backend: object) -> bool:
     the same page, only one of them writes it to a shared store. To any other store each worker writes its own copy.
     """
     return bool(getattr(backend, "shared", False))
+
+
+def longest_backoff(backend: object, usual: float) -> float:
+    """Return for how many seconds the breaker leaves this backend alone at most. A backend whose failed calls cost
+    nothing, as one on the same machine, says so with an optional attribute ``longest_backoff``; else it is
+    ``usual``."""
+    return float(getattr(backend, "longest_backoff", usual))
 
 
 class StorageBackend(Protocol):
@@ -191,6 +211,23 @@ class Probeable(Protocol):
             BackendError: the store does not answer.
         """
         ...
+
+
+@runtime_checkable
+class Layered(Protocol):
+    """A backend that may have a page in several places, such as memory before a disk. Optional."""
+
+    async def damaged(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Drop what the last ``get`` has read for these keys, since it does not verify, from where it was read: HIT if
+        that was there. Copies in other places stay, and may be good."""
+        ...
+
+
+async def drop_damaged(backend: Any, keys: Sequence[PageKey]) -> list[Result]:
+    """Drop pages that were read from ``backend`` and do not verify: by its ``damaged`` if it has one, else by
+    ``delete``. Raises what the backend's call raises; cancelling it cancels that call."""
+    answers: list[Result] = await (backend.damaged if isinstance(backend, Layered) else backend.delete)(keys)
+    return answers
 
 
 async def probe(backend: StorageBackend, keys: Sequence[PageKey]) -> list[Result]:

@@ -18,16 +18,19 @@ from asynccache.storage.contract import PageKey, Record, Result, StorageBackend,
 class WrappedBackend:
     """Passes every call on to ``inner``. Cancelling a call cancels the call of ``inner``.
 
-    It has the optional methods ``probe`` (see ``Probeable``) and ``watch`` (see ``Watchable``) only if ``inner`` has.
+    It has the optional ``probe`` (see ``Probeable``), ``watch`` (see ``Watchable``), ``damaged`` (see ``Layered``) and
+    ``longest_backoff`` only if ``inner`` has.
     """
 
     probe: Callable[[], Awaitable[None]]
     watch: Callable[[Tell | None], None]
+    damaged: Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
+    longest_backoff: float
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.shared = is_shared(inner)
-        for name in ("probe", "watch"):
+        for name in ("probe", "watch", "damaged", "longest_backoff"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 

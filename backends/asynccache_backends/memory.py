@@ -84,7 +84,7 @@ class MemoryBackend:
         """Store a copy of each new record. Cancelling it returns after the copies have ended; none is stored then."""
         self._check_open()
         new = {key.key: record for key, record in zip(keys, records, strict=True) if key.key not in self._stored}
-        pairs = [(record, np.empty(HEADER_BYTES + record.payload.nbytes, np.uint8)) for record in new.values()]
+        pairs = [(record, _aligned(HEADER_BYTES + record.payload.nbytes)) for record in new.values()]
         await self._copy(_copy_in, pairs)
         for key, (_, data) in zip(new, pairs, strict=True):
             self._keep(key, data)
@@ -174,10 +174,18 @@ class MemoryBackend:
 def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int:
     """Return the capacity in ``url``. Raises ConfigError if it does not hold one page."""
     capacity = url.settings(MemorySettings).capacity
-    needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
+    needed = HEADER_BYTES + layout.largest
     if capacity < needed:
         raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")
     return capacity
+
+
+def _aligned(size: int) -> _Bytes:
+    """Return new memory that begins at a multiple of 64 bytes, as the payload behind its header does then. NumPy's own
+    begins 16 bytes behind one, where copies run at half the speed on some processors."""
+    memory = np.empty(size + HEADER_BYTES, np.uint8)
+    start = -memory.__array_interface__["data"][0] % HEADER_BYTES
+    return memory[start : start + size]
 
 
 def _copy_in(pairs: Sequence[tuple[Record, _Bytes]]) -> None:

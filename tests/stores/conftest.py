@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import uvloop
 
+from tests.host.host_kit import socket_path
+from tests.host.host_processes import HostProcess, server_process
 from tests.stores.az_server import Azurite
 from tests.stores.ceph_server import CephServer
 from tests.stores.mooncake_server import MooncakeMaster
@@ -64,6 +66,15 @@ def az_server() -> Iterator[Azurite]:
 def ceph_server() -> Iterator[CephServer]:
     """An S3 server by Ceph."""
     with CephServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def host_process() -> Iterator[HostProcess]:
+    """An ``asynccache serve``."""
+    path = socket_path()
+    with server_process(path, "256MiB") as server:
+        asyncio.run(server.counts())
         yield server
 
 

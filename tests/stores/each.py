@@ -9,8 +9,9 @@ from time import time_ns
 
 import pytest
 
-KINDS = ("file", "redis", "cluster", "s3", "mooncake")
-FIXTURES = {"redis": "redis_server", "cluster": "redis_cluster", "s3": "s3_server", "mooncake": "mooncake_master"}
+KINDS = ("file", "host", "redis", "cluster", "s3", "mooncake")
+FIXTURES = {"host": "host_process", "redis": "redis_server", "cluster": "redis_cluster", "s3": "s3_server",
+            "mooncake": "mooncake_master"}  # fmt: skip
 
 _seeds = count(time_ns() // 1_000_000_000 % 5_000)
 

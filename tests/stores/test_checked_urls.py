@@ -44,6 +44,8 @@ BAD = {
         "file:{tmp}/s?segment=4KiB", "file:{tmp}/s?capacity=1MiB&segment=1MiB", "file:{tmp}/s?direct=maybe",
         "file:{tmp}/s?mode=0600", "file:{tmp}/s?mode=rwx", "file:{tmp}/a\0b",
     ],
+    "host": ["host:", "host:relative/path", "host:/" + "a" * 107, "host:/s?label=a%20b", "host:/s?owner=me",
+             "host:/s?owner=-2", "host:/s?capacity=1GiB", "host:/s?timeout=0", "host:/a\0b"],
     "memory": ["memory:?capacity=4096", "memory:?capacity=9000000PiB", "memory:?capacity=", "memory:?size=1GiB"],
     "redis": [
         "redis:", "redis://h:0", "redis://h:65536", "redis://h:x", "redis://h,", "redis://a..b", "redis://-?ttl=x",
@@ -73,6 +75,7 @@ BAD = {
 
 GOOD = [
     "memory:", "memory:?capacity=1GiB&name=near&write=no", "file:{tmp}/s", "file:{tmp}/a/b/c?capacity=1GiB&direct=off",
+    "host:{tmp}/s", "host:///run/kv.sock?label=llama/3&owner=1001&name=near",
     "file:{tmp}/s?mode=0750&timeout=2.5&concurrency=4&slow=0", "redis://127.0.0.1:{port}/3?ttl=7d&prefix=kv:",
     "redis://u:secret@127.0.0.1:{port}", "redis://a.b,c.d:7000,[::1]:7001?cluster=on", "rediss://localhost:{port}",
     "mooncake://127.0.0.1:{port}?admin=127.0.0.1:{port}", "mooncake://[::1]?segment=1GiB&replicas=2",

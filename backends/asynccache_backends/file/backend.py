@@ -99,10 +99,10 @@ def plan_reads(
 class FileBackend:
     """An open file store. ``open`` makes it."""
 
-    def __init__(self, log: SegmentLog, lock: FolderLock, page_bytes: Mapping[str, int]) -> None:
+    def __init__(self, log: SegmentLog, lock: FolderLock, layout: StoreLayout) -> None:
         self._log = log
         self._lock = lock
-        self._page_bytes = page_bytes
+        self._layout = layout
         self._broken_until = 0.0
         self._operations = OpenCalls(f"store folder {str(log.folder.path)!r}")
 
@@ -142,7 +142,7 @@ class FileBackend:
                 raise Unavailable(f"store folder {str(settings.folder)!r}: {error}") from error
             raise
         log.counts["open_ms"] = round((time.monotonic() - started) * 1000)
-        return cls(log, lock, layout.page_bytes)
+        return cls(log, lock, layout)
 
     def __repr__(self) -> str:
         log = self._log
@@ -195,7 +195,7 @@ class FileBackend:
             fresh: dict[int, list[int]] = {}
             for i, result in enumerate(results):
                 size = records[i].payload.nbytes
-                if result is FAILED and size == self._page_bytes.get(keys[i].pool):
+                if result is FAILED and self._layout.takes(keys[i].pool, size):
                     fresh.setdefault(size, []).append(i)
             if not fresh:
                 return results

@@ -74,9 +74,9 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
     """
     if not url.path or "\0" in url.path:
         raise ConfigError(f"storage={str(url)!r} names no folder")
-    found = url.settings(FileSettings, folder=Path(url.path), used=bool(layout.page_bytes))
+    found = url.settings(FileSettings, folder=Path(url.path), used=layout.largest > 0)
     capacity, segment = found.capacity, found.segment
-    least = group_bytes(max(layout.page_bytes.values(), default=1), 1) + BLOCK_BYTES  # a page, and the footer
+    least = group_bytes(layout.largest or 1, 1) + BLOCK_BYTES  # a page, and the footer
     if "segment" not in url.options:
         segment = max(least, usual_segment(capacity))
     if segment % BLOCK_BYTES or segment < least:

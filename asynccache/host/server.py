@@ -1,0 +1,459 @@
+"""The server's socket: who may connect, who is who, and what is left when one dies.
+
+A process is told by its pidfd (``SO_PEERPIDFD``, so that a client in a container has one, too). When that fires, the
+process is dead, no thread of it copies any more, and what it had reserved is free. The end of a connection alone frees
+nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Both may come in any order.
+
+Clients are of this user or root, or of the group that the socket was given. What one sends is bounded: a frame, the
+time until its greeting, the answers that it does not read, the number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from asynccache.errors import Unavailable
+from asynccache.host import wire
+from asynccache.host.behind import StoresBehind
+from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
+from asynccache.host.pages import KeptPage, PageTable, Writer
+from asynccache.host.session import HostSession
+from asynccache.host.sockets import group_id, groups_of, listening_socket, peer_of, pidfd_of
+
+GREETING_TIME = 5.0
+MOST_CLIENTS = 1024
+MOST_LABELS = 1000
+MOST_UNREAD = 4 << 20
+MOST_IN_FLIGHT = 256
+LONG_RESERVED = 30.0
+HAND_OVER_PATIENCE = 2.0
+MOST_DESCRIPTORS = 200
+COUNTERS = ("hits", "misses", "asked_hits", "stored", "evicted", "over_limit", "no_room", "damaged", "malformed",
+            "died", "freed_by_death")  # fmt: skip
+
+LOG = logging.getLogger("asynccache.host")
+
+
+class Peer:
+    """A process at the other end. ``pidfd`` fires when it has died. ``owes``: whether a connection of it has ended
+    without a ``Bye``."""
+
+    def __init__(self, key: int, pidfd: int, writer: Writer) -> None:
+        self.key = key
+        self.pidfd = pidfd
+        self.writer = writer
+        self.clients: set[HostClient] = set()
+        self.owes = False
+
+
+class Snapshot(msgspec.Struct, array_like=True):
+    """What a server leaves to the next beside the descriptors: of the memory, of the listening socket, and one for each
+    process that has slots reserved."""
+
+    boot: bytes
+    layout: MemoryLayout
+    usable: int
+    allocated: int
+    generations: bytes
+    kept: list[KeptPage]
+    reserved: list[tuple[int, str, list[KeptPage]]]
+
+
+class Inherited:
+    """What was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds."""
+
+    def __init__(self, snapshot: Snapshot, memory: HostMemory, listener: socket.socket, pidfds: list[int]) -> None:
+        self.snapshot = snapshot
+        self.memory = memory
+        self.listener = listener
+        self.pidfds = pidfds
+
+
+class HostClient(asyncio.Protocol):
+    """One connection. ``ended`` is set when it has ended."""
+
+    def __init__(self, server: HostServer, sock: socket.socket, peer: Peer) -> None:
+        self.peer = peer
+        self.session: HostSession | None = None
+        self.ended = asyncio.Event()
+        self._server = server
+        self._sock = sock
+        self._frames = wire.Frames(wire.MOST_GREETING)
+        self._transport: asyncio.Transport
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = transport  # type: ignore[assignment]
+        self._transport.set_write_buffer_limits(MOST_UNREAD)
+        self._timer = asyncio.get_running_loop().call_later(GREETING_TIME, self.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Answer the requests that are whole by now."""
+        if self._server.handed_over and self is not self._server.heir:
+            return  # the next server answers; this connection ends soon
+        try:
+            for body in self._frames.feed(data):
+                if self.session is None:
+                    self._greet(wire.read_greeting(body))
+                else:
+                    self._answer(self.session, wire.read_request(body))
+                if self._transport.is_closing():
+                    return
+        except (wire.Malformed, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._server.table.counts["malformed"] += 1
+            LOG.warning("%s sends what is no request, and is left alone: %s", self.peer.writer.name, error)
+            self.abort()
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers: take no more of its requests."""
+        self._paused = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It has read them."""
+        self._paused = False
+        self._flow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Free what can be freed now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.ended.set()
+        self._server.lost(self)
+        self._sock.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self._transport.abort()
+
+    def _greet(self, greeting: wire.Greeting) -> None:
+        server = self._server
+        if greeting.version < wire.OLDEST or greeting.oldest > wire.VERSION:
+            why = (f"versions differ: the host process speaks {wire.OLDEST} to {wire.VERSION}, the client "
+                   f"{greeting.oldest} to {greeting.version}")  # fmt: skip
+            self._transport.write(wire.frame(wire.Refused(0, why)))
+            self._transport.close()
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._frames.most = wire.MOST_FRAME
+        table, layout = server.table, server.memory.layout
+        name = greeting.label if greeting.label in table.labels or len(table.labels) < MOST_LABELS else "other"
+        self.peer.writer.name = f"process {self.peer.key}" + (f" ({name})" if name else "")
+        self.session = HostSession(table, self.peer.writer, table.label(name), behind=server.behind, now=time.time,
+                                   clock=time.monotonic, counts=server.counts)  # fmt: skip
+        version = min(greeting.version, wire.VERSION)
+        welcome = wire.Welcomed(version, server.boot, layout.size, layout.slots, layout.headers_at, layout.payloads_at,
+                                table.quota, table.longest, len(table.index), table.bytes)  # fmt: skip
+        self.send_with([server.memory.fd], welcome)
+
+    def _answer(self, session: HostSession, request: wire.Requests) -> None:
+        if isinstance(request, wire.TakeOver):
+            self._begin(self._server.hand_over(self, request.number))
+            return
+        session.draining = self._server.draining
+        answer = session.handle(request)
+        if isinstance(answer, wire.HostMessage):
+            self._transport.write(wire.frame(answer))
+        elif answer is not None:
+            self._begin(self._later(answer))
+        elif session.ended_well:
+            self._transport.close()
+
+    async def _later(self, answer: Awaitable[wire.HostMessage]) -> None:
+        self._transport.write(wire.frame(await answer))
+
+    def _begin(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name="asynccache-host-answer")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        if len(self._tasks) >= MOST_IN_FLIGHT:
+            self._transport.pause_reading()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.error("an answer to %s failed", self.peer.writer.name, exc_info=error)
+            self.abort()
+        self._flow()
+
+    def _flow(self) -> None:
+        if not self._paused and len(self._tasks) < MOST_IN_FLIGHT and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def send(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self._transport.write(data)
+
+    def send_with(self, descriptors: list[int], message: wire.HostMessage) -> None:
+        """Send a message with file descriptors. Nothing else may wait to be sent."""
+        data = wire.frame(message)
+        try:
+            sent = socket.send_fds(self._sock, [data], descriptors)
+        except OSError:
+            self.abort()
+            return
+        if sent < len(data):
+            self._transport.write(data[sent:])
+
+
+class HostServer:
+    """A host process's server, for one event loop. ``open`` begins to listen.
+
+    ``path``: the socket's. ``group``: the group that may connect, too. ``limits``: bytes at most, by label. ``closed``
+    is set when it has ended, by ``aclose`` or because another has taken over.
+    """
+
+    def __init__(
+        self, path: str, memory: HostMemory, *, behind: StoresBehind | None = None, group: str | None = None,
+        limits: Mapping[str, int] | None = None, quota: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.memory = memory
+        self.table = PageTable(memory.layout, memory.generations, limits=limits, quota=quota)
+        self.behind = behind
+        self.boot = os.urandom(16)
+        self.draining = self.handed_over = False
+        self.heir: HostClient | None = None
+        self.closed = asyncio.Event()
+        self._group = None if group is None else group_id(group)
+        self._listener: socket.socket | None = None
+        self._peers: dict[int, Peer] = {}
+        self._clients: set[HostClient] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._growing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"HostServer({self.path!r}, {len(self._clients)} clients, {self.table!r})"
+
+    async def open(self, inherited: Inherited | None = None) -> None:
+        """Begin to listen. What was ``inherited`` from another server is there at once.
+
+        Raises:
+            ConfigError: the socket cannot be used, or somebody listens there.
+        """
+        if inherited is None:
+            self._listener = listening_socket(self.path, self._group, MOST_CLIENTS)
+        else:
+            self._listener = inherited.listener
+            self._inherit(inherited)
+        if self.behind is not None:
+            self.behind.use(self.table, self.memory)
+        self._listener.setblocking(False)
+        self._growing = self._begin(self._grow())
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def _inherit(self, inherited: Inherited) -> None:
+        snapshot, owed = inherited.snapshot, list[tuple[Writer, KeptPage]]()
+        for (key, name, pages), pidfd in zip(snapshot.reserved, inherited.pidfds, strict=True):
+            peer = self._peer(key, pidfd, name)
+            peer.owes = True
+            owed += [(peer.writer, page) for page in pages]
+        self.boot = snapshot.boot
+        generations = memoryview(snapshot.generations).cast("Q").tolist()
+        self.table.restore(snapshot.usable, generations, snapshot.kept, owed)
+
+    async def _grow(self) -> None:
+        """Allocate the memory, part by part, and use each part at once."""
+        loop = asyncio.get_running_loop()
+        while self.memory.allocated < self.memory.layout.size:
+            try:
+                units = await loop.run_in_executor(None, self.memory.allocate)
+            except OSError as error:
+                LOG.error("only %d MiB of memory can be had: %s", self.memory.allocated >> 20, error)
+                return
+            self.table.grow(units)
+
+    def counts(self) -> dict[str, float]:
+        """Return all counters of the server, by name."""
+        table, now = self.table, time.monotonic()
+        held = [now - peer.writer.since for peer in self._peers.values() if peer.writer.reserved]
+        return {
+            "pages": len(table.index), "bytes": table.bytes, "capacity_bytes": table.layout.units * UNIT,
+            "allocated_bytes": table.usable * UNIT, "free_bytes": table.free_bytes, "clients": len(self._clients),
+            "processes": len(self._peers), "reserved_bytes": table.reserved_bytes,
+            "oldest_reservation": round(max(held, default=0.0), 3), **{name: table.counts[name] for name in COUNTERS},
+            **({} if self.behind is None else self.behind.counts()),
+        }  # fmt: skip
+
+    # who comes
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with suppress(BlockingIOError, InterruptedError, ConnectionError):
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            try:
+                peer = self._admitted(sock)
+            except (OSError, Unavailable) as error:
+                LOG.warning("a connection was refused: %s", error)
+                with suppress(OSError):
+                    sock.send(wire.frame(wire.Refused(0, str(error))))
+                sock.close()
+                return
+            client = HostClient(self, sock, peer)
+            peer.clients.add(client)
+            self._clients.add(client)
+            self._begin(self._connected(client, sock))
+
+    async def _connected(self, client: HostClient, sock: socket.socket) -> None:
+        try:
+            own = socket.socket(fileno=os.dup(sock.fileno()))
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: client, own)
+        except OSError:
+            self.lost(client)
+            sock.close()
+
+    def _admitted(self, sock: socket.socket) -> Peer:
+        """Return the process at the other end. Raises Unavailable: it is not to be served, and why."""
+        if len(self._clients) >= MOST_CLIENTS:
+            raise Unavailable(f"there are {MOST_CLIENTS} connections already")
+        pid, uid, gid = peer_of(sock)
+        if uid not in (0, os.geteuid()) and (self._group is None or self._group not in (gid, *groups_of(sock))):
+            raise Unavailable(f"the host process is of user {os.geteuid()}, and the client of user {uid}")
+        pidfd = pidfd_of(sock, pid)
+        key = pid or -os.fstat(pidfd).st_ino
+        known = self._peers.get(key)
+        if known is not None:
+            os.close(pidfd)
+            return known
+        return self._peer(key, pidfd, f"process {key}")
+
+    def _peer(self, key: int, pidfd: int, name: str) -> Peer:
+        peer = self._peers[key] = Peer(key, pidfd, Writer(name))
+        asyncio.get_running_loop().add_reader(pidfd, self._died, peer)
+        return peer
+
+    def _died(self, peer: Peer) -> None:
+        freed = self.table.end(peer.writer)
+        self.table.counts["died"] += 1
+        self.table.counts["freed_by_death"] += freed
+        if freed:
+            LOG.warning("%s died with %d slots reserved, which are free again", peer.writer.name, freed)
+        self._forget(peer)
+        for client in list(peer.clients):  # a forked child may still hold the socket
+            client.abort()
+
+    def lost(self, client: HostClient) -> None:
+        """A connection has ended. Calling it twice is fine."""
+        peer = client.peer
+        self._clients.discard(client)
+        peer.clients.discard(client)
+        peer.owes = peer.owes or not (client.session is None or client.session.ended_well)
+        if peer.clients or self._peers.get(peer.key) is not peer:
+            return
+        if not peer.owes:
+            self.table.end(peer.writer)
+        if not peer.writer.reserved:
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+            asyncio.get_running_loop().remove_reader(peer.pidfd)
+            os.close(peer.pidfd)
+
+    def long_reserved(self) -> list[str]:
+        """Return a sentence about each process that has had slots reserved for long."""
+        now = time.monotonic()
+        return [
+            f"{peer.writer.name} has had {len(peer.writer.reserved)} slots reserved for {now - peer.writer.since:.0f} s"
+            for peer in self._peers.values()
+            if peer.writer.reserved and now - peer.writer.since > LONG_RESERVED
+        ]
+
+    # the end, or another server
+
+    async def hand_over(self, client: HostClient, number: int) -> None:
+        """Give everything to the server that asks for it over ``client``, and end once it says that it has it. If it
+        does not, go on as before."""
+        if self.draining:
+            client.abort()
+            return
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+        self.draining, self.heir = True, client
+        until = time.monotonic() + HAND_OVER_PATIENCE
+        # copies that are under way are published, and no new ones begin
+        while self.table.reserved_bytes and time.monotonic() < until:  # noqa: ASYNC110  once in a server's life
+            await asyncio.sleep(0.01)
+        if self._growing is not None:
+            await asyncio.wait([self._growing])
+        if self.behind is not None:
+            await self.behind.close()
+        loop.remove_reader(self._listener.fileno())
+        self.handed_over = True
+        writing = [peer for peer in self._peers.values() if peer.writer.reserved][:MOST_DESCRIPTORS]
+        data = msgspec.msgpack.encode(self._snapshot(writing))
+        client.send_with(
+            [self.memory.fd, self._listener.fileno(), *(peer.pidfd for peer in writing)],
+            wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
+        )
+        client.send(data)
+        await client.ended.wait()
+        if client.session is not None and client.session.ended_well:
+            LOG.info("another host process has taken over")
+            self._begin(self.aclose(unlink=False))
+            return
+        LOG.warning("the process that was to take over has gone; going on")
+        self.handed_over, self.draining, self.heir = False, False, None
+        for other in list(self._clients):
+            other.abort()  # requests of theirs were not heard
+        if self.behind is not None:
+            await self.behind.open()
+        loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _snapshot(self, writing: list[Peer]) -> Snapshot:
+        table = self.table
+        reserved = [
+            (peer.key, peer.writer.name, [
+                KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, 0.0)
+                for page in peer.writer.reserved.values()])
+            for peer in writing
+        ]  # fmt: skip
+        return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
+                        table.generations(), list(table.kept()), reserved)  # fmt: skip
+
+    async def aclose(self, *, unlink: bool = True) -> None:
+        """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""
+        if self.closed.is_set():
+            return
+        self.draining = True
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            if unlink:
+                with suppress(OSError):
+                    os.unlink(self.path)
+        own = asyncio.current_task()
+        others = [task for task in self._tasks if task is not own]
+        for task in others:
+            task.cancel()
+        if self.behind is not None:
+            await self.behind.close()
+        for client in list(self._clients):
+            client.abort()
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        self.memory.close()
+        self.closed.set()
+
+    def _begin(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,229 @@
+"""The answers to one client: requests in, answers out. No socket is seen here, so tests play any script of requests,
+deaths and lies against it.
+
+A process may have several sessions, one for each of its stores; what it has reserved is the process's (``Writer``), so
+a client whose connection was lost can publish or give back over the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from asynccache.host import wire
+from asynccache.host.pages import HostLabel, HostPage, PageTable, Writer
+from asynccache.storage import Result
+
+if TYPE_CHECKING:
+    from asynccache.host.behind import StoresBehind
+
+MISS, HIT, CORRUPT, FAILED = map(int, Result)  # the codes on the wire
+
+LISTED_AT_ONCE = 2000
+
+
+class HostSession:
+    """One client's session. ``ended_well``: it has said that it copies into no slot any more. ``behind``: the stores,
+    if there are any. ``now`` and ``clock`` return the unix time, and seconds that never go back."""
+
+    def __init__(
+        self, table: PageTable, writer: Writer, label: HostLabel, *, behind: StoresBehind | None,
+        now: Callable[[], float], clock: Callable[[], float], counts: Callable[[], dict[str, float]],
+    ) -> None:  # fmt: skip
+        self.table = table
+        self.writer = writer
+        self.label = label
+        self.ended_well = False
+        self.draining = False
+        self._behind = behind
+        self._now = now
+        self._clock = clock
+        self._counts = counts
+
+    def handle(self, request: wire.Requests) -> wire.HostMessage | Awaitable[wire.HostMessage] | None:
+        """Return the answer to ``request``; None if it gets none; or what to await for it, if a store is asked."""
+        match request:
+            case wire.Exist():
+                return self._exist(request)
+            case wire.Find():
+                return self._find(request)
+            case wire.Reserve():
+                return self._reserve(request)
+            case wire.Publish():
+                return self._publish(request)
+            case wire.GiveBack(slots):
+                self.table.give_back(self.writer, slots)
+                return None
+            case wire.Bye():
+                self.ended_well = True
+                return None
+            case wire.Remove():
+                return self._remove(request)
+            case wire.Damaged():
+                return self._damaged(request)
+            case wire.RemoveAll():
+                return self._remove_all(request)
+            case wire.Secure():
+                return self._secure(request)
+            case wire.Tell():
+                return self._count(request.number)
+            case wire.Enumerate():
+                return self._enumerate(request)
+        return wire.Refused(request.number, f"{type(request).__name__} is not for a session")
+
+    def verdicts(self, number: int, codes: bytes | bytearray = b"") -> wire.Verdicts:
+        """Return an answer of codes."""
+        return wire.Verdicts(number, len(self.table.index), self.table.bytes, bytes(codes))
+
+    def _exist(self, ask: wire.Exist) -> wire.Verdicts | Awaitable[wire.HostMessage]:
+        index = self.table.index
+        codes = bytearray([HIT if key in index else MISS for key in ask.keys])
+        hits = sum(codes)  # HIT is 1
+        self._note("asked_hits", hits)
+        if self._behind is None or hits == len(codes):
+            return self.verdicts(ask.number, codes)
+        return self._exist_behind(ask, codes, self._behind)
+
+    async def _exist_behind(self, ask: wire.Exist, codes: bytearray, behind: StoresBehind) -> wire.Verdicts:
+        await behind.exist(ask.keys, ask.pools, codes)
+        return self.verdicts(ask.number, codes)
+
+    def _find(self, ask: wire.Find) -> wire.HostMessage | Awaitable[wire.HostMessage]:
+        if not len(ask.keys) == len(ask.sizes) == len(ask.pools):
+            return wire.Refused(ask.number, "find: keys, pools and sizes differ in number")
+        index, codes, missing = self.table.index, bytearray(), False
+        pages: list[HostPage] = []
+        for key, size in zip(ask.keys, ask.sizes, strict=True):
+            page = index.get(key)
+            if page is None:
+                codes.append(MISS)
+                missing = True
+            elif page.length != size:
+                codes.append(CORRUPT)
+            else:
+                codes.append(HIT)
+                pages.append(page)
+        self.table.touch(ask.keys)
+        self._note("hits", len(pages))
+        if not missing or self._behind is None:
+            self._note("misses", len(codes) - len(pages))
+            return self._places(ask.number, codes, pages)
+        return self._find_behind(ask, codes, self._behind)
+
+    async def _find_behind(self, ask: wire.Find, codes: bytearray, behind: StoresBehind) -> wire.Places:
+        await behind.read(ask.keys, ask.pools, ask.sizes, codes, self.label)
+        index, pages = self.table.index, []
+        for at, (key, size) in enumerate(zip(ask.keys, ask.sizes, strict=True)):
+            if codes[at] == HIT:
+                page = index.get(key)
+                if page is None or page.length != size:  # evicted while another one was read
+                    codes[at] = MISS
+                else:
+                    pages.append(page)
+        self.table.touch(ask.keys)
+        self._note("misses", len(codes) - len(pages))
+        return self._places(ask.number, codes, pages)
+
+    def _places(self, number: int, codes: bytearray, pages: list[HostPage]) -> wire.Places:
+        return wire.Places(
+            number, len(self.table.index), self.table.bytes, bytes(codes), [page.slot for page in pages],
+            [page.offset for page in pages], [page.generation for page in pages],
+        )  # fmt: skip
+
+    def _reserve(self, ask: wire.Reserve) -> wire.HostMessage:
+        if not len(ask.keys) == len(ask.sizes) == len(ask.pools):
+            return wire.Refused(ask.number, "reserve: keys, pools and sizes differ in number")
+        table, codes = self.table, bytearray()
+        pages: list[HostPage] = []
+        if not self.writer.reserved:
+            self.writer.since = self._clock()
+        for key, pool, size in zip(ask.keys, ask.pools, ask.sizes, strict=True):
+            if key in table.index:
+                codes.append(HIT)
+                continue
+            page = None if self.draining else table.reserve(self.writer, key, pool, size, self.label)
+            if page is None:
+                codes.append(FAILED)
+            else:
+                codes.append(MISS)
+                pages.append(page)
+        self._note("no_room", codes.count(FAILED))
+        return self._places(ask.number, codes, pages)
+
+    def _publish(self, ask: wire.Publish) -> wire.Verdicts:
+        table, writer, now, codes = self.table, self.writer, self._now(), bytearray(len(ask.slots))
+        fresh: list[HostPage] = []
+        for at in range(len(ask.slots) - 1, -1, -1):  # in reverse: the first page is the one that goes last
+            pending = writer.reserved.get(ask.slots[at])
+            page = table.publish(writer, ask.slots[at], now)
+            codes[at] = FAILED if page is None else HIT
+            if page is not None and page is pending:
+                fresh.append(page)
+        self._note("stored", len(fresh))
+        if self._behind is not None:
+            self._behind.write(fresh[::-1])
+        return self.verdicts(ask.number, codes)
+
+    def _remove(self, ask: wire.Remove) -> wire.Verdicts | Awaitable[wire.HostMessage]:
+        codes = bytearray()
+        for key in ask.keys:
+            page = self.table.index.get(key)
+            codes.append(MISS if page is None else HIT)
+            if page is not None:
+                self.table.drop(page)
+        if self._behind is None:
+            return self.verdicts(ask.number, codes)
+        return self._remove_behind(ask, codes, self._behind)
+
+    async def _remove_behind(self, ask: wire.Remove, codes: bytearray, behind: StoresBehind) -> wire.Verdicts:
+        await behind.delete(ask.keys, ask.pools, codes)
+        return self.verdicts(ask.number, codes)
+
+    def _damaged(self, ask: wire.Damaged) -> wire.HostMessage:
+        if len(ask.keys) != len(ask.generations):
+            return wire.Refused(ask.number, "damaged: keys and generations differ in number")
+        codes = bytearray()
+        for key, generation in zip(ask.keys, ask.generations, strict=True):
+            page = self.table.index.get(key)
+            bad = page is not None and page.generation == generation
+            codes.append(HIT if bad else MISS)
+            if page is not None and bad:
+                self.table.drop(page)
+                if self._behind is not None:
+                    self._behind.suspect(key)
+        self._note("damaged", codes.count(HIT))
+        return self.verdicts(ask.number, codes)
+
+    def _remove_all(self, ask: wire.RemoveAll) -> wire.Verdicts | Awaitable[wire.HostMessage]:
+        self.table.clear()
+        if self._behind is None:
+            return self.verdicts(ask.number)
+        return self._after(self._behind.clear(), ask.number)
+
+    def _secure(self, ask: wire.Secure) -> wire.Verdicts | Awaitable[wire.HostMessage]:
+        if self._behind is None:
+            return self.verdicts(ask.number)
+        return self._after(self._behind.flush(), ask.number)
+
+    async def _after(self, work: Awaitable[str], number: int) -> wire.HostMessage:
+        why = await work
+        return wire.Refused(number, why) if why else self.verdicts(number)
+
+    def _count(self, number: int) -> wire.Told:
+        labels = {
+            label.name: {"pages": label.pages, "bytes": label.bytes, **label.counts}
+            for label in self.table.labels.values()
+        }
+        return wire.Told(number, len(self.table.index), self.table.bytes, self._counts(), labels)
+
+    def _enumerate(self, ask: wire.Enumerate) -> wire.Enumerated:
+        pages, slot = self.table.listed(ask.slot, LISTED_AT_ONCE)
+        return wire.Enumerated(
+            ask.number, len(self.table.index), self.table.bytes, slot, [page.key for page in pages],
+            [page.length for page in pages], [page.written for page in pages],
+        )  # fmt: skip
+
+    def _note(self, name: str, count: int) -> None:
+        if count:
+            self.table.counts[name] += count
+            self.label.counts[name] += count

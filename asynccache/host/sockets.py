@@ -1,0 +1,80 @@
+"""Unix sockets: who is at the other end, and one that only some may connect to."""
+
+from __future__ import annotations
+
+import grp
+import os
+import socket
+import stat
+import struct
+
+from asynccache.errors import ConfigError
+
+SO_PEERGROUPS, SO_PEERPIDFD = 59, 77  # of Linux; Python does not name them
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int, int]:
+    """Return the process at the other end, its user and its group. The process is 0 if it is in a container whose
+    processes cannot be seen from here."""
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid, gid
+
+
+def groups_of(sock: socket.socket) -> list[int]:
+    """Return the other groups of the process at the other end."""
+    data = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4096)
+    return [number for (number,) in struct.iter_unpack("I", data)]
+
+
+def pidfd_of(sock: socket.socket, pid: int) -> int:
+    """Return a pidfd of the process at the other end. Raises OSError: it has gone, or cannot be seen from here."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:  # before Linux 6.5
+        return os.pidfd_open(pid)
+
+
+def group_id(group: str) -> int:
+    """Return the number of a group. Raises ConfigError: there is no such group."""
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"group={group!r}: there is no such group") from None
+
+
+def listening_socket(path: str, group: int | None, backlog: int) -> socket.socket:
+    """Return a Unix socket at ``path`` that listens, to which only this user, or ``group``, may connect, from the first
+    moment on. Raises ConfigError: there can be none."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        before = os.umask(0o177)
+        try:
+            made.bind(path)
+        finally:
+            os.umask(before)
+        if group is not None:
+            os.chown(path, -1, group)
+            os.chmod(path, 0o660)
+        made.listen(backlog)
+    except OSError as error:
+        made.close()
+        raise ConfigError(f"listen=unix:{path}: {error.strerror or error}") from None
+    return made
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that was killed. Raises OSError: somebody listens there, or it is no socket."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError("there is something that is no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise OSError("a host process listens there; --replace takes over from it")

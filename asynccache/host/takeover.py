@@ -1,0 +1,73 @@
+"""How a new host process gets everything from the one that ran before: memory, index, socket, and who writes where."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from asynccache.errors import ConfigError
+from asynccache.host import wire
+from asynccache.host.memory import HostMemory
+from asynccache.host.server import MOST_DESCRIPTORS, Inherited, Snapshot
+
+
+def take_over(path: str, timeout: float = 60.0) -> tuple[Inherited, Callable[[], None]] | None:
+    """Ask the server at ``path`` for all that it has; None if there is none. Returns that, and what to call once it is
+    in use: only then the other one ends, and if it is never called, the other one goes on. It blocks.
+
+    Raises:
+        ConfigError: the server there does not hand over.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout)
+    descriptors: list[int] = []
+
+    def receive(count: int, most: int = 0) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            if most:
+                part, found, _, _ = socket.recv_fds(sock, count - len(data), most)
+                descriptors.extend(found)
+            else:
+                part = sock.recv(min(count - len(data), 1 << 20))
+            if not part:
+                raise OSError("it has closed the connection")
+            data += part
+        return bytes(data)
+
+    def message(most: int) -> bytes:
+        return receive(int.from_bytes(receive(wire.LENGTH_BYTES, most), "little"), most)
+
+    try:
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            return None
+        sock.sendall(wire.frame(wire.Greeting(wire.VERSION, wire.OLDEST)))
+        welcome = wire.read_welcome(message(1))
+        if isinstance(welcome, wire.Refused):
+            raise OSError(welcome.why)
+        while descriptors:
+            os.close(descriptors.pop())
+        sock.sendall(wire.frame(wire.TakeOver(1)))
+        answer = wire.read_answer(message(MOST_DESCRIPTORS + 2))
+        if not isinstance(answer, wire.Inheritance):
+            raise OSError(f"it answers {answer}")
+        snapshot = msgspec.msgpack.decode(receive(answer.length), type=Snapshot)
+        memory = HostMemory(snapshot.layout, descriptors[0], snapshot.allocated)
+        listener = socket.socket(fileno=descriptors[1])
+    except (OSError, ValueError, msgspec.MsgspecError, IndexError) as error:
+        for fd in descriptors:
+            os.close(fd)
+        sock.close()
+        raise ConfigError(f"listen=unix:{path}: the host process there does not hand over: {error}") from None
+
+    def confirm() -> None:
+        with sock:
+            sock.sendall(wire.frame(wire.Bye()))
+
+    return Inherited(snapshot, memory, listener, descriptors[2:]), confirm

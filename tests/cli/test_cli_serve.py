@@ -1,0 +1,149 @@
+"""``asynccache serve``: its options and its file, its lines, its metrics, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccache.cli.main import main
+from asynccache.cli.serve import Options, rows
+from asynccache.errors import ConfigError
+from tests.host.host_kit import socket_path
+
+GIB = 1 << 30
+
+
+def options(*words: str) -> Options:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    Options.add_arguments(parser, "serve")
+    return Options.read("serve", vars(parser.parse_args(words)))
+
+
+def test_options_and_a_file_say_the_same(tmp_path: Path) -> None:
+    given = options(
+        "--listen", "unix:/run/kv.sock", "--memory", "64GiB", "--storage", "file:/var/kv", "--storage", "redis://h",
+        "--limit", "llama=16GiB", "--limit", "qwen/3=1GiB", "--huge", "--metrics", "0.0.0.0:9100",
+    )  # fmt: skip
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'listen = "unix:/run/kv.sock"\nmemory = "64GiB"\nstorage = ["file:/var/kv", "redis://h"]\nhuge = true\n'
+        'metrics = "0.0.0.0:9100"\n[limit]\nllama = "16GiB"\n"qwen/3" = "1GiB"\n'
+    )
+    read = options("--config", str(file))
+    for one in (given, read):
+        assert (one.path, one.memory, one.huge) == ("/run/kv.sock", 64 * GIB, True)
+        assert one.stores == ["file:/var/kv", "redis://h"]
+        assert one.limits == {"llama": 16 * GIB, "qwen/3": GIB}
+    assert options("--config", str(file), "--memory", "1GiB").memory == GIB, "what is given here wins"
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--memory", "1GiB"], "--listen=(missing) must be unix:/PATH"),
+    (["--listen", "127.0.0.1:1", "--memory", "1GiB"], "must be unix:/PATH"),
+    (["--listen", "unix:/tmp/s"], "--memory is missing"),
+    (["--listen", "unix:/tmp/s", "--memory", "lots"], "--memory='lots' is no size"),
+    (["--listen", "unix:/nowhere/s", "--memory", "4KiB"], "a host process needs 1048576 bytes at least"),
+    (["--listen", "unix:/nowhere/s", "--memory", "2MiB"], "listen=unix:/nowhere/s: No such file or directory"),
+    (["--listen", "unix:/tmp/s", "--memory", "1GiB", "--limit", "16GiB"], "--limit=16GiB must be LABEL=SIZE"),
+    (["--listen", "unix:/tmp/s", "--memory", "1GiB", "--metrics", "here"], "--metrics=here must be HOST:PORT"),
+    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--storage", "teapot:x"], "unknown backend 'teapot'"),
+    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--storage", "none"], "there is nothing to attach"),
+    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--storage", "memory:", "--storage", "memory:"], "is attached"),
+    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--group", "no-such-group"], "there is no such group"),
+    (["--config", "/nowhere.toml"], "--config=/nowhere.toml:"),
+])  # fmt: skip
+def test_wrong_options_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.startswith("asynccache: ")
+    assert len(told.splitlines()) == 1
+
+
+def test_a_file_with_an_unknown_option(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("memmory = 1\n")
+    with pytest.raises(ConfigError, match="unknown option 'memmory'; one of group, huge"):
+        options("--config", str(file))
+
+
+def test_the_rows_say_what_is_wrong() -> None:
+    now: dict[str, float] = {
+        "capacity_bytes": GIB, "free_bytes": GIB // 4, "pages": 1234, "clients": 3, "processes": 2, "hits": 90,
+        "misses": 10, "stored": 100, "evicted": 7, "reserved_bytes": 1 << 20, "oldest_reservation": 31.5, "no_room": 2,
+        "damaged": 0, "malformed": 1, "died": 0, "file.waiting": 5, "file.written": 10, "file.breaker": 1,
+    }  # fmt: skip
+    assert dict(rows(now, {"hits": 30, "stored": 100}, 60.0)) == {
+        "memory": "75.0 % of 1.0 GiB, 1,234 pages", "clients": "3 of 2 processes", "hits": "90.0 % of 100 pages, 1/s",
+        "stored": "100 pages, 0/s; 7 evicted", "writing": "1.0 MiB, the oldest for 31.5 s",
+        "also": "2 found no room, 1 malformed requests",
+        "file": "10 pages written, 0 read, 5 waiting; left alone, it does not answer",
+    }  # fmt: skip
+
+
+def page(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def a_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, port = socket_path(), a_port()
+    words = ["serve", "--listen", f"unix:{path}", "--memory", "32MiB", "--metrics", f"127.0.0.1:{port}",
+             "--storage", f"file:{tmp_path}/kv?capacity=64MiB", "--limit", "a=1MiB"]  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-m", "asynccache", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while not os.path.exists(path):
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.02)
+        url = f"host:{path}?label=a"
+        assert main(["bench", "store", url, "--page-sizes", "64KiB", "--bytes", "512KiB", "--repeat", "1", "--quiet",
+                     "--batch", "4", "--concurrency", "1"]) == 0  # fmt: skip
+        assert main(["store", "stat", url, "--json", "-"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["ok"]
+        status, text = page(port, "/metrics")
+        assert status == 200
+        figures: dict[str, Any] = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(figures["asynccache_host_stored_total"]) > 0
+        assert float(figures['asynccache_host_label_stored_total{label="a"}']) > 0
+        assert 'asynccache_host_store_written_total{store="file"}' in figures
+        prometheus = pytest.importorskip("prometheus_client.parser")
+        assert len(list(prometheus.text_string_to_metric_families(text))) > 20
+        assert page(port, "/healthz") == (200, "ok\n")
+        assert page(port, "/else")[0] == 404
+        assert main(["store", "verify", url, "--json", "-"]) == 0
+        assert main(["store", "clear", url, "--yes"]) == 0
+    finally:
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said.startswith(f"asynccache serves unix:{path} with 32.0 MiB\n")
+    assert "Traceback" not in said
+    assert not os.path.exists(path)

@@ -1,0 +1,62 @@
+"""A client of a host process in a process of its own: it stores and reads pages of several sizes until it is killed or
+its seconds are over, and compares every hit.
+
+    python -m tests.host.host_child SOCKET SEED SECONDS
+
+It prints ``ready``, and at its end a line of JSON: hits, wrong, corrupt, puts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from hashlib import sha256
+from random import Random
+
+from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
+
+SIZES = {"a": 4096, "b": 73728, "c": 262144, "d": 1 << 20}
+KEYS = 60
+"""Pages of each size. All clients use the same, so that they find each other's."""
+
+
+def page_of(pool: str, number: int) -> tuple[PageKey, bytes]:
+    """A page that its key determines, and quickly made."""
+    name = sha256(f"{pool}{number}".encode()).digest()
+    return PageKey(pool, name), (name * (SIZES[pool] // 32 + 1))[: SIZES[pool]]
+
+
+async def run(path: str, seed: int, seconds: float) -> dict[str, int]:
+    """Use the store for so long."""
+    random, end = Random(seed), time.monotonic() + seconds
+    store = await open_store(f"host:{path}", StoreLayout(SIZES, RECORD_SCHEMA))
+    assert store is not None
+    counts = {"hits": 0, "wrong": 0, "corrupt": 0, "puts": 0}
+    print("ready", flush=True)
+
+    async def use() -> None:
+        while time.monotonic() < end:
+            pool = random.choice(list(SIZES))
+            pages = [page_of(pool, random.randrange(KEYS)) for _ in range(random.randrange(1, 9))]
+            keys = [key for key, _ in pages]
+            if random.random() < 0.5:
+                answers = await store.put(keys, [memoryview(data) for _, data in pages])
+                counts["puts"] += answers.count(Result.HIT)
+            else:
+                buffers = [bytearray(SIZES[pool]) for _ in keys]
+                answers = await store.get(keys, [memoryview(buffer) for buffer in buffers])
+                for answer, buffer, (_, data) in zip(answers, buffers, pages, strict=True):
+                    counts["hits"] += answer is Result.HIT
+                    counts["wrong"] += answer is Result.HIT and buffer != data
+                    counts["corrupt"] += answer is Result.CORRUPT
+            await asyncio.sleep(0 if answers.count(Result.FAILED) < len(answers) else 0.02)
+
+    await asyncio.gather(use(), use())
+    await store.aclose()
+    return counts
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))), flush=True)

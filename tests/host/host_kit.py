@@ -1,0 +1,48 @@
+"""Servers and clients for tests of the host process, in one event loop or in processes of their own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from asynccache_backends.host import HostBackend
+
+from asynccache.host.behind import StoresBehind
+from asynccache.host.memory import HostMemory
+from asynccache.host.server import HostServer
+from asynccache.storage import parse_url
+from asynccache.testing.backend_suite import LAYOUT
+
+MEMORY = 16 << 20
+
+
+def socket_path() -> str:
+    """A path that is short enough for a socket, in a new folder."""
+    return str(Path(tempfile.mkdtemp(prefix="kv")) / "s")
+
+
+@asynccontextmanager
+async def serving(
+    path: str, *, memory: int = MEMORY, stores: Sequence[str] = (), **more: Any
+) -> AsyncIterator[HostServer]:
+    """A server in this event loop."""
+    made = HostMemory.make(memory)
+    behind = StoresBehind(stores, made.layout.size // 8) if stores else None
+    if behind is not None:
+        await behind.open()
+    server = HostServer(path, made, behind=behind, **more)
+    await server.open()
+    assert server._growing is not None
+    await server._growing
+    try:
+        yield server
+    finally:
+        await server.aclose()
+
+
+async def client(path: str, options: str = "") -> HostBackend:
+    """A client of its own."""
+    return await HostBackend.open(parse_url(f"host:{path}{options}"), LAYOUT)

@@ -1,0 +1,293 @@
+"""Stores behind a host process: written behind, read through, hanging, failing, corrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccache.errors import Unavailable
+from asynccache.host import behind as behind_module
+from asynccache.host.server import HostServer
+from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store
+from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
+from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.host.host_kit import client, serving, socket_path
+from tests.waiting import until
+
+MISS, HIT, CORRUPT, FAILED = Result
+
+
+def folder(path: Path) -> str:
+    return f"file:{path}/kv?capacity=64MiB"
+
+
+def store_of(server: HostServer, at: int = 0) -> Any:
+    assert server.behind is not None
+    return server.behind.stores[at]
+
+
+async def written(server: HostServer) -> None:
+    assert server.behind is not None
+    assert await server.behind.flush() == ""
+
+
+class Gate(WrappedBackend):
+    """A backend whose calls of some verbs hang while ``shut`` has them, or raise while ``down`` is true."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.shut: set[str] = set()
+        self.down = False
+        self.opened = asyncio.Event()
+        self.asked: list[str] = []
+
+    async def _pass(self, verb: str) -> None:
+        self.asked.append(verb)
+        if self.down:
+            raise Unavailable("down")
+        while verb in self.shut:
+            self.opened.clear()
+            await self.opened.wait()
+
+    def open_all(self) -> None:
+        self.shut.clear()
+        self.opened.set()
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self._pass("exists")
+        return await self.inner.exists(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self._pass("get")
+        return await self.inner.get(keys, records)
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self._pass("put")
+        return await self.inner.put(keys, records)
+
+
+@asynccontextmanager
+async def gated(path: str, folders: Path, **more: Any) -> AsyncIterator[tuple[HostServer, Gate]]:
+    async with serving(path, stores=[folder(folders)], **more) as server:
+        store = store_of(server)
+        gate = store.backend = Gate(store.backend)
+        yield server, gate
+        gate.open_all()
+        gate.down = False
+
+
+@pytest.mark.asyncio
+async def test_what_was_stored_survives_the_server_on_disk(tmp_path: Path) -> None:
+    path = socket_path()
+    keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(90)]  # sizes that the server was not told of
+    async with serving(path, stores=[folder(tmp_path)]) as server:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        await backend.flush()
+        assert server.counts()["file.written"] == 90
+        await backend.aclose()
+    async with serving(path, stores=[folder(tmp_path)]) as server:
+        backend = await client(path)
+        assert backend.stats()["pages"] == 0
+        assert await backend.exists(keys) == [HIT] * 90
+        results, fetched = await get_all(backend, keys)
+        assert results == [HIT] * 90
+        assert same(stored, fetched)
+        assert backend.stats()["pages"] == 90, "they are in the memory now"
+        store_of(server).counts.clear()
+        assert (await get_all(backend, keys))[0] == [HIT] * 90
+        assert store_of(server).counts["read"] == 0
+        server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_read(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(12)
+    urls = ["memory:?name=near", folder(tmp_path) + "&name=far"]
+    async with serving(path, stores=urls) as server:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        await written(server)
+        near, far = store_of(server), store_of(server, 1)
+        assert near.counts["written"] == far.counts["written"] == 12
+        await near.backend.delete(keys[6:])
+        server.table.clear()
+        results, fetched = await get_all(backend, keys)
+        assert results == [HIT] * 12
+        assert same(stored, fetched)
+        assert (near.counts["read"], far.counts["read"]) == (6, 6)
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind_module, "LATE", 0.2)
+    path, keys = socket_path(), keys_of(20)
+    async with gated(path, tmp_path) as (server, gate):
+        backend = await client(path)
+        gate.shut = {"put", "get", "exists"}
+        stored = await put_all(backend, keys)
+        began = time.monotonic()
+        assert await backend.exists([*keys, page_key("none")]) == [HIT] * 20 + [FAILED]
+        assert time.monotonic() - began < 1.0
+        await asyncio.sleep(0.25)
+        for _ in range(5):  # it is late now, so nobody waits
+            began = time.monotonic()
+            results, _ = await get_all(backend, [*keys, page_key("none")])
+            assert results == [HIT] * 20 + [FAILED]
+            assert time.monotonic() - began < 0.15
+        more = [PageKey("full", bytes([n, 1]) * 16) for n in range(200)]
+        for at in range(0, 200, 50):
+            await put_all(backend, more[at : at + 50])
+        gate.open_all()
+        await until(lambda: server.behind is not None and not store_of(server).late)
+        assert await backend.exists([page_key("none")]) == [MISS]
+        await written(server)
+        server.table.clear()
+        results, fetched = await get_all(backend, keys)
+        assert results == [HIT] * 20
+        assert same(stored, fetched)
+        server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(behind_module, "LATE", 0.1)
+    path, keys = socket_path(), keys_of(5)
+    async with gated(path, tmp_path) as (server, gate):
+        backend = await client(path)
+        await put_all(backend, keys)
+        await written(server)
+        server.table.clear()
+        gate.shut = {"get"}
+        assert (await get_all(backend, keys))[0] == [FAILED] * 5
+        gate.open_all()
+        await until(lambda: len(server.table.index) == 5)
+        gate.asked.clear()
+        assert (await get_all(backend, keys))[0] == [HIT] * 5
+        assert "get" not in gate.asked
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_is_down_loses_writes_and_nothing_else(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(10)
+    async with gated(path, tmp_path) as (server, gate):
+        backend = await client(path)
+        gate.down = True
+        await put_all(backend, keys)
+        assert (await get_all(backend, keys))[0] == [HIT] * 10
+        await until(lambda: store_of(server).counts["dropped"] == 10)
+        assert set(await backend.exists(keys_of(3, "swa"))) == {FAILED}
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(8)
+    async with gated(path, tmp_path) as (server, gate):
+        one, two = await client(path), await client(path)
+        await put_all(one, keys)
+        await written(server)
+        server.table.clear()
+        gate.asked.clear()
+        answers = await asyncio.gather(*(get_all(one if n % 2 else two, keys) for n in range(6)))
+        assert [results for results, _ in answers] == [[HIT] * 8] * 6
+        assert gate.asked.count("get") == 1
+        await one.aclose()
+        await two.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(6)
+    async with gated(path, tmp_path) as (server, gate):
+        backend = await client(path)
+        gate.shut = {"put"}
+        await put_all(backend, keys)
+        await until(lambda: "put" in gate.asked)
+        deleting = asyncio.create_task(backend.delete(keys[:3]))
+        await asyncio.sleep(0.05)
+        gate.open_all()
+        await deleting
+        await written(server)
+        server.table.clear()
+        assert await backend.exists(keys) == [MISS] * 3 + [HIT] * 3
+        gate.shut = {"get"}
+        reading = asyncio.create_task(get_all(backend, keys[3:]))
+        await until(lambda: "get" in gate.asked)
+        await backend.clear()
+        gate.open_all()
+        assert HIT not in (await reading)[0]
+        assert await backend.exists(keys) == [MISS] * 6
+        server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_scribbled_page_is_corrupt_once_and_comes_back_from_the_disk(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(20)
+    async with serving(path, stores=[folder(tmp_path)]) as server:
+        store = await open_store(f"host:{path}", LAYOUT)
+        assert isinstance(store, CheckedStore)
+        pages = [record_of(key).payload for key in keys]
+        assert await store.put(keys, pages) == [HIT] * 20
+        await written(server)
+        at = server.memory.layout.payloads_at
+        server.memory.view[at:] = b"\xa5" * (server.memory.layout.size - at)
+        fetched = [bytearray(16384) for _ in keys]
+        assert await store.get(keys, [memoryview(one) for one in fetched]) == [CORRUPT] * 20
+        assert await store.get(keys, [memoryview(one) for one in fetched]) == [HIT] * 20
+        assert fetched == pages
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_bad_on_disk_is_deleted_there_and_can_be_stored_again(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(5)
+    async with serving(path, stores=["memory:"]) as server:
+        store = await open_store(f"host:{path}", LAYOUT)
+        assert isinstance(store, CheckedStore)
+        pages = [record_of(key).payload for key in keys]
+        assert await store.put(keys, pages) == [HIT] * 5
+        await written(server)
+        raw = store_of(server).backend.inner if isinstance(store_of(server).backend, Gate) else store_of(server).backend
+        for data in raw._stored.values():
+            data[-1] ^= 1
+        server.table.clear()
+        fetched = [memoryview(bytearray(16384)) for _ in keys]
+        assert await store.get(keys, fetched) == [CORRUPT] * 5
+        assert HIT not in await store.get(keys, fetched)
+        await until(lambda: len(raw._stored) == 0)
+        assert await store.put(keys, pages) == [HIT] * 5
+        await written(server)
+        server.table.clear()
+        assert await store.get(keys, fetched) == [HIT] * 5
+        assert fetched == pages
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_report_of_damage_about_another_generation_changes_nothing() -> None:
+    path, keys = socket_path(), keys_of(2)
+    async with serving(path):
+        backend = await client(path)
+        await put_all(backend, keys)
+        await get_all(backend, keys)
+        await backend.delete(keys)
+        stored = await put_all(backend, keys)
+        assert await backend.damaged(keys) == [MISS] * 2
+        assert same(stored, (await get_all(backend, keys))[1])
+        assert await backend.damaged(keys) == [HIT] * 2
+        assert await backend.exists(keys) == [MISS] * 2
+        await backend.aclose()

@@ -1,0 +1,210 @@
+"""Clients that lie: wrong frames, endless ones, huge lengths, foreign slots, and one that writes over all of the
+memory."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from asynccache.host import server as server_module
+from asynccache.host import wire
+from asynccache.storage import CheckedStore, Result, open_store
+from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, record_of, same
+from tests.host.host_kit import client, serving, socket_path
+from tests.waiting import until
+
+HELLO = wire.frame(wire.Greeting(wire.VERSION, wire.OLDEST))
+KEYS = [bytes([n]) * 32 for n in range(3)]
+encode = msgspec.msgpack.encode
+
+
+def framed(body: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<I", len(body) if length is None else length) + body
+
+
+WRONG = {
+    "nothing but zeros": bytes(4096),
+    "a huge length": framed(b"", 0xFFFFFFFF),
+    "one more than there may be": HELLO + framed(b"x" * 100, wire.MOST_FRAME + 1),
+    "a long greeting": framed(b"x" * 8000),
+    "no MessagePack": framed(b"\xc1\xc1\xc1"),
+    "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "no greeting first": wire.frame(wire.Exist(1, KEYS, ["full"] * 3)),
+    "a greeting twice": HELLO + HELLO,
+    "an unknown request": HELLO + framed(encode(["Explode", 1])),
+    "a short key": HELLO + framed(encode(["Exist", 1, [b"x"], ["full"]])),
+    "too many keys": HELLO + framed(encode(["Exist", 1, [KEYS[0]] * 5000, []])),
+    "a negative size": HELLO + framed(encode(["Find", 1, KEYS[:1], ["full"], [-1]])),
+    "an endless nest": HELLO + framed(b"\x91" * 5000),
+    "a text that is none": HELLO + framed(encode(["Exist", 1, [KEYS[0]]])[:-33] + b"\xa2\xff\xfe"),
+    "a number for a list": HELLO + framed(encode(["Publish", 1, 7])),
+}
+ODD = {
+    "fewer sizes than keys": wire.Find(1, KEYS, ["full"] * 3, [1]),
+    "fewer pools than keys": wire.Reserve(1, KEYS, [], [1, 1, 1]),
+    "generations that are missing": wire.Damaged(1, KEYS, []),
+}
+HARMLESS: list[Any] = [
+    wire.Publish(1, [0, 1, 2, 1 << 61]), wire.GiveBack([0, 1, 2, 5, 1 << 61]),
+    wire.Reserve(2, KEYS, ["full"] * 3, [0, 1 << 61, 1 << 40]), wire.Damaged(3, KEYS, [0, 1, 2]),
+    wire.Enumerate(4, 1 << 61), wire.Find(5, KEYS, ["x"] * 3, [0, 1, 1 << 61]), wire.Exist(6, [], []),
+]  # fmt: skip
+
+
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    sock.setblocking(False)
+    return sock
+
+
+async def is_closed(sock: socket.socket) -> bool:
+    loop = asyncio.get_running_loop()
+    with suppress(ConnectionError):
+        async with asyncio.timeout(10):
+            while await loop.sock_recv(sock, 1 << 16):
+                pass
+    return True
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.asyncio
+async def test_wrong_frames_end_their_connection_and_no_other(what: str) -> None:
+    path, keys = socket_path(), keys_of(4)
+    async with serving(path) as server:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        with connected(path) as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, WRONG[what])
+            assert await is_closed(sock)
+        assert server.table.counts["malformed"] == 1
+        assert same(stored, (await get_all(backend, keys))[1])
+        assert backend.stats()["connects"] == 1
+        await backend.aclose()
+
+
+@pytest.mark.parametrize("what", ODD)
+@pytest.mark.asyncio
+async def test_requests_that_make_no_sense_are_refused(what: str) -> None:
+    path = socket_path()
+    async with serving(path):
+        backend = await client(path)
+        channel = await backend._connection.ready()
+        with pytest.raises(Exception, match="differ in number"):
+            await channel.ask(lambda number: type(ODD[what])(number, *msgspec.structs.astuple(ODD[what])[1:]))
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_foreign_slots_and_absurd_sizes_change_nothing() -> None:
+    path, keys = socket_path(), keys_of(6)
+    async with serving(path) as server:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        with connected(path) as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, HELLO + b"".join(map(wire.frame, HARMLESS)))
+            await until(lambda: server.table.counts["no_room"] == 3)
+            assert same(stored, (await get_all(backend, keys))[1])
+            server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_noise_ends_in_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    path, random = socket_path(), Random(35)
+    good = [HELLO, *map(wire.frame, [*HARMLESS, *ODD.values(), wire.RemoveAll(7), wire.Tell(8), wire.Secure(9)])]
+    async with serving(path) as server:
+        for _ in range(150):
+            data = bytearray(HELLO + b"".join(random.choices(good, k=4)))
+            for _ in range(random.randrange(4)):
+                data[random.randrange(len(data))] = random.randrange(256)
+            with connected(path) as sock:
+                await asyncio.get_running_loop().sock_sendall(sock, data[: random.randrange(1, len(data) + 1)])
+                await asyncio.sleep(0)
+        await until(lambda: not server._clients)
+        server.table.audit()
+        backend = await client(path)
+        await put_all(backend, keys_of(3))
+        await backend.aclose()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_never_greets_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "GREETING_TIME", 0.1)
+    path = socket_path()
+    async with serving(path) as server:
+        with connected(path) as sock:
+            assert await is_closed(sock)
+        await until(lambda: not server._clients)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_reads_no_answers_is_not_read_from_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_UNREAD", 1 << 16)
+    path = socket_path()
+    ask = wire.frame(wire.Exist(1, KEYS * 300, []))
+    async with serving(path) as server:
+        with connected(path) as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, HELLO)
+            await until(lambda: any(one.session for one in server._clients))
+            [glutton] = server._clients
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(sock, ask * 400), 1.5)
+            assert glutton._transport.get_write_buffer_size() < 1 << 21
+            backend = await client(path)
+            await put_all(backend, keys_of(3))
+            await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_too_many_connections_are_refused_and_served_when_others_have_gone(monkeypatch: Any) -> None:
+    monkeypatch.setattr(server_module, "MOST_CLIENTS", 3)
+    path = socket_path()
+    async with serving(path) as server:
+        some = [await client(path) for _ in range(3)]
+        with pytest.raises(Exception, match="there are 3 connections already"):
+            await client(path)
+        for one in some:
+            await one.aclose()
+        await until(lambda: not server._clients)
+        backend = await client(path)
+        await put_all(backend, keys_of(3))
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_scribbler_over_all_of_the_memory_costs_hits_and_never_gives_a_wrong_byte() -> None:
+    path, keys = socket_path(), keys_of(40)
+    async with serving(path) as server:
+        store = await open_store(f"host:{path}", LAYOUT)
+        assert isinstance(store, CheckedStore)
+        pages = [record_of(key).payload for key in keys]
+        size, random = server.memory.layout.size, Random(1)
+        for what in range(6):
+            assert set(await store.put(keys, pages)) <= {Result.HIT, Result.CORRUPT}
+            fd = os.dup(server.memory.fd)
+            with mmap.mmap(fd, size) as own:  # generations, headers and payloads, as a client sees them
+                for _ in range(30) if what else ():
+                    at = random.randrange(size - 4096)
+                    own[at : at + 4096] = random.randbytes(4096)
+                if what == 5:
+                    own[:] = bytes(size)
+            os.close(fd)
+            fetched = [memoryview(bytearray(16384)) for _ in keys]
+            results = await store.get(keys, fetched)
+            for result, page, got in zip(results, pages, fetched, strict=True):
+                assert result is not Result.HIT or page == got
+            assert what or results == [Result.HIT] * 40
+        await store.delete(keys)
+        assert server.table.reserved_bytes == 0
+        await store.aclose()

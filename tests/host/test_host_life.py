@@ -1,0 +1,279 @@
+"""Servers that are away, come back or differ; clients that are cancelled, forked or lied to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from asynccache_backends.host import HostBackend
+
+from asynccache.errors import BackendError, ConfigError
+from asynccache.host import wire
+from asynccache.storage import PageKey, Result, open_store, parse_url
+from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
+from tests.host.host_kit import client, serving, socket_path
+from tests.waiting import until
+
+HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
+
+
+@pytest.mark.asyncio
+async def test_without_a_server_a_store_opens_and_its_calls_fail_at_once() -> None:
+    store = await open_store(f"host:{socket_path()}", LAYOUT)
+    assert store is not None
+    took = []
+    for _ in range(200):
+        began = time.perf_counter()
+        assert await store.exists(keys_of(256)) == [FAILED] * 256
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[150] < 0.001
+    assert "no host process answers" in str(store.last_error)
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_comes_back_is_used_again_within_a_second() -> None:
+    path, keys = socket_path(), keys_of(3)
+    store = await open_store(f"host:{path}", LAYOUT)
+    assert store is not None
+    pages = [record_of(key).payload for key in keys]
+    for _ in range(3):
+        until_away = time.monotonic() + 0.6
+        while time.monotonic() < until_away:  # long enough for the longest back-off of a usual store's to grow
+            assert HIT not in await store.exists(keys)
+            await asyncio.sleep(0.02)
+        async with serving(path):
+            began = time.monotonic()
+            while await store.put(keys, pages) != [HIT] * 3:
+                assert time.monotonic() - began < 1.0
+                await asyncio.sleep(0.02)
+            fetched = [blank(key).payload for key in keys]
+            assert await store.get(keys, fetched) == [HIT] * 3
+            assert fetched == pages
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_pages_of_an_earlier_server_are_not_found_in_the_next() -> None:
+    path, keys = socket_path(), keys_of(4)
+    async with serving(path):
+        backend = await client(path)
+        await put_all(backend, keys)
+    with pytest.raises(BackendError):
+        await backend.exists(keys)
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        assert await backend.exists(keys) == [MISS] * 4
+        stored = await put_all(backend, keys)
+        assert same(stored, (await get_all(backend, keys))[1])
+        assert backend.stats()["connects"] == 2
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_evicted_while_it_is_copied_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, keys = socket_path(), keys_of(4)
+    async with serving(path) as server:
+        backend = await client(path)
+        await put_all(backend, keys)
+        places = type(backend._connection.channel.mapping).places  # type: ignore[union-attr]
+
+        def slow(self: Any, offsets: Any, sizes: Any) -> Any:
+            server.table.drop(server.table.index[keys[2].key])
+            return places(self, offsets, sizes)
+
+        monkeypatch.setattr(type(backend._connection.channel.mapping), "places", slow)  # type: ignore[union-attr]
+        results, _ = await get_all(backend, keys)
+        assert results == [HIT, HIT, MISS, HIT]
+        assert backend.stats()["overtaken"] == 1
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_cancelled_calls_leave_no_slot_reserved() -> None:
+    path = socket_path()
+    async with serving(path) as server:
+        backend = await client(path)
+        for turns in range(12):
+            keys = [PageKey("full", bytes([turns, n]) * 16) for n in range(20)]
+            task = asyncio.create_task(backend.put(keys, [record_of(key) for key in keys]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        await backend.exists(keys_of(1))
+        assert server.table.reserved_bytes == 0
+        server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_slots_of_a_lost_connection_wait_for_the_process_or_its_next_connection() -> None:
+    path, keys = socket_path(), keys_of(3)
+    async with serving(path) as server:
+        backend = await client(path)
+        channel = await backend._connection.ready()
+        answer = await channel.ask(
+            lambda number: wire.Reserve(number, [key.key for key in keys], ["full"] * 3, [16384] * 3))
+        channel._transport.abort()
+        await until(lambda: not server._clients)
+        assert len(answer.slots) == 3
+        assert server.table.reserved_bytes == 3 * 16384, "a thread of that process may still be copying"
+        backend._connection.owe(channel, answer.slots)
+        await backend.exists(keys)
+        await until(lambda: server.table.reserved_bytes == 0)
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_put_whose_connection_is_lost_is_published_over_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, keys = socket_path(), keys_of(3)
+    async with serving(path) as server:
+        backend = await client(path)
+        channel = await backend._connection.ready()
+        ask, lost = type(channel).ask, list[int]()
+
+        async def losing(self: Any, make: Any) -> Any:
+            if isinstance(make(0), wire.Publish) and not lost:
+                lost.append(1)
+                self._transport.abort()
+                await until(lambda: self.lost is not None)
+            return await ask(self, make)
+
+        monkeypatch.setattr(type(channel), "ask", losing)
+        stored = await put_all(backend, keys)
+        assert lost
+        assert same(stored, (await get_all(backend, keys))[1])
+        assert server.table.reserved_bytes == 0
+        await backend.aclose()
+
+
+@pytest.mark.parametrize(("ours", "theirs", "fits"), [
+    ((1, 1), (1, 1), True), ((2, 1), (1, 1), True), ((1, 1), (2, 1), True), ((3, 2), (2, 1), True),
+    ((3, 2), (1, 1), False), ((1, 1), (3, 2), False),
+])  # fmt: skip
+@pytest.mark.asyncio
+async def test_versions_that_are_one_apart_understand_each_other(
+    ours: tuple[int, int], theirs: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = socket_path()
+
+    def become(version: tuple[int, int]) -> None:
+        monkeypatch.setattr(wire, "VERSION", version[0])
+        monkeypatch.setattr(wire, "OLDEST", version[1])
+
+    async with serving(path):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(path)
+        sock.sendall(wire.frame(wire.Greeting(*theirs)))
+        become(ours)
+        await asyncio.sleep(0)
+        sock.setblocking(False)
+        data = await asyncio.get_running_loop().sock_recv(sock, 4096)
+        answer = wire.read_welcome(data[4:])
+        if fits:
+            assert isinstance(answer, wire.Welcomed)
+            assert answer.version == min(ours[0], theirs[0])
+        else:
+            assert isinstance(answer, wire.Refused)
+            assert f"{ours[1]} to {ours[0]}, the client {theirs[1]} to {theirs[0]}" in answer.why
+        sock.close()
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_is_refused_is_told_why_when_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = socket_path()
+    async with serving(path):
+        monkeypatch.setattr("asynccache_backends.host.connection.peer_of", lambda sock: (1, 0, 0))
+        with pytest.raises(ConfigError, match="it is of user 0; if that is right, say so: owner=0"):
+            await client(path, "?owner=12345")
+        monkeypatch.undo()
+        monkeypatch.setattr("asynccache.host.server.peer_of", lambda sock: (os.getpid(), 4242, 4242))
+        monkeypatch.setattr("asynccache.host.server.groups_of", lambda sock: [])
+        with pytest.raises(ConfigError, match="and the client of user 4242"):
+            await client(path)
+
+
+@pytest.mark.asyncio
+async def test_only_this_user_may_connect_from_the_first_moment_on() -> None:
+    path = socket_path()
+    async with serving(path):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    async with serving(path, group=str(os.getgid())):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
+
+
+@pytest.mark.asyncio
+async def test_a_socket_is_not_taken_away_from_a_server_and_one_of_a_dead_server_is() -> None:
+    path = socket_path()
+    async with serving(path):
+        with pytest.raises(ConfigError, match="a host process listens there; --replace takes over"):
+            async with serving(path):
+                pass
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(path)
+    dead.close()
+    async with serving(path):
+        pass
+    os.close(os.open(path, os.O_CREAT))
+    with pytest.raises(ConfigError, match="there is something that is no socket"):
+        async with serving(path):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_a_forked_child_has_no_store() -> None:
+    path = socket_path()
+    async with serving(path):
+        backend = await client(path)
+        backend._connection._pid += 1
+        with pytest.raises(BackendError, match="forked"):
+            await backend.exists(keys_of(1))
+        backend._connection._pid -= 1
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_closing_fails_the_calls_under_way_and_frees_what_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, keys = socket_path(), keys_of(30)
+    async with serving(path) as server:
+        backend = await client(path)
+        puts = [asyncio.create_task(backend.put(keys, [record_of(key) for key in keys])) for _ in range(3)]
+        await asyncio.sleep(0)
+        await backend.aclose()
+        for put in puts:
+            with suppress(BackendError):
+                await put
+        await until(lambda: not server._peers)
+        assert server.table.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("url", [
+    "host:", "host:relative", "host:/" + "a" * 107, "host:/s?label=a b", "host:/s?owner=me", "host:/s?size=1",
+])  # fmt: skip
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        HostBackend.check(parse_url(url), LAYOUT)
+
+
+@pytest.mark.asyncio
+async def test_listing_tells_every_page_and_counts_are_by_label() -> None:
+    path = socket_path()
+    async with serving(path):
+        one, two = await client(path, "?label=a"), await client(path, "?label=b")
+        keys = keys_of(2500, "swa")
+        await put_all(one, keys[:1000])
+        await put_all(two, keys[1000:])
+        listed = [page async for batch in one.listing() for page in batch]
+        assert {page.key for page in listed} == {key.key for key in keys} or len(listed) == one.stats()["pages"]
+        counts, labels = await two.server_counts()
+        assert counts["stored"] == 2500
+        assert (labels["a"]["stored"], labels["b"]["stored"]) == (1000, 1500)
+        await one.aclose()
+        await two.aclose()

@@ -1,0 +1,236 @@
+"""Which page lies where: extents and the page table beside simple models of both, for any order of calls."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from asynccache.errors import ConfigError
+from asynccache.host.memory import UNIT, Extents, HostMemory, layout_of, units_of
+from asynccache.host.pages import HostPage, KeptPage, PageTable, Writer
+
+SIZES = (1, 1000, UNIT, 3 * UNIT + 1, 16 * UNIT)
+
+
+def name_of(number: int) -> bytes:
+    return sha256(bytes([number])).digest()
+
+
+def table_of(size: int = 1 << 20, **more: Any) -> PageTable:
+    layout = layout_of(size)
+    table = PageTable(layout, array("Q", [0] * layout.slots), **more)
+    table.grow(layout.units)
+    return table
+
+
+def stored(table: PageTable, writer: Writer, number: int, size: int = UNIT, label: str = "") -> HostPage:
+    page = table.reserve(writer, name_of(number), "full", size, table.label(label))
+    assert page is not None
+    assert table.publish(writer, page.slot, 1.0) is page
+    return page
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
+def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[bool, int]]) -> None:
+    extents, taken, free = Extents(), list[tuple[int, int]](), [True] * 200
+    extents.give(0, 200)
+    for takes, units in steps:
+        if takes:
+            runs, at = list[int](), 0
+            for is_free in [*free, False]:
+                if is_free:
+                    at += 1
+                elif at:
+                    runs.append(at)
+                    at = 0
+            start = extents.take(units)
+            fitting = [run for run in runs if run >= units]
+            assert (start is None) == (not fitting)
+            if start is not None:
+                assert all(free[start : start + units])
+                end = begin = start
+                while begin and free[begin - 1]:
+                    begin -= 1
+                while end < 200 and free[end]:
+                    end += 1
+                assert end - begin == min(fitting)
+                free[start : start + units] = [False] * units
+                taken.append((start, units))
+        elif taken:
+            start, units = taken.pop(units % len(taken))
+            extents.give(start, units)
+            free[start : start + units] = [True] * units
+        assert extents.free == sum(free)
+    again = Extents()
+    again.give_all_but(taken, 200)
+    assert (again.free, again.largest) == (extents.free, extents.largest)
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Three processes, twenty keys, memory for few of them; a model that knows which are stored and in which order."""
+
+    @initialize(limited=st.booleans())
+    def begin(self, limited: bool) -> None:
+        self.table = table_of(quota=400 << 10, limits={"small": 100 << 10} if limited else None)
+        self.writers = [Writer(str(number)) for number in range(3)]
+        self.held: list[list[HostPage]] = [[], [], []]
+        self.pinned: list[HostPage] = []
+        self.seen: dict[tuple[int, int], bytes] = {}
+
+    @rule(who=st.integers(0, 2), key=st.integers(0, 19), size=st.sampled_from(SIZES), small=st.booleans())
+    def reserve(self, who: int, key: int, size: int, small: bool) -> None:
+        table, writer, before = self.table, self.writers[who], dict(self.table.index)
+        page = table.reserve(writer, name_of(key), "full", size, table.label("small" if small else ""))
+        if page is None:
+            return
+        assert writer.bytes <= table.quota
+        assert page.units == units_of(size)
+        assert table.layout.payloads_at <= page.offset <= page.offset + size <= table.layout.size
+        self.held[who].append(page)
+        gone = [one for name, one in before.items() if name not in table.index]
+        assert not any(one.pins for one in gone)
+        label = table.label("small")
+        assert label.limit is None or label.bytes <= label.limit
+
+    @rule(who=st.integers(0, 2), which=st.integers(0, 99), foreign=st.booleans())
+    def publish(self, who: int, which: int, foreign: bool) -> None:
+        held = self.held[who]
+        if not held:
+            assert self.table.publish(self.writers[who], which, 1.0) is None
+            return
+        page = held[which % len(held)]
+        if foreign:
+            assert self.table.publish(self.writers[who - 1], page.slot, 1.0) is None
+            return
+        held.remove(page)
+        other = self.table.index.get(page.key)
+        assert self.table.publish(self.writers[who], page.slot, 1.0) is (other or page)
+        assert self.table.publish(self.writers[who], page.slot, 1.0) is None
+
+    @rule(who=st.integers(0, 2), slots=st.lists(st.integers(0, 127), max_size=3))
+    def give_back(self, who: int, slots: list[int]) -> None:
+        self.table.give_back(self.writers[who], slots)
+        self.held[who] = [page for page in self.held[who] if page.slot not in slots]
+
+    @rule(who=st.integers(0, 2))
+    def die(self, who: int) -> None:
+        assert self.table.end(self.writers[who]) == len(self.held[who])
+        assert self.table.end(self.writers[who]) == 0
+        self.held[who] = []
+
+    @rule(keys=st.lists(st.integers(0, 19), max_size=4, unique=True))
+    def touch(self, keys: list[int]) -> None:
+        names = [name_of(key) for key in keys]
+        self.table.touch(names)
+        there = [name for name in names if name in self.table.index]
+        assert list(self.table.index)[len(self.table.index) - len(there) :] == there[::-1]
+
+    @rule(key=st.integers(0, 19), pin=st.booleans())
+    def drop(self, key: int, pin: bool) -> None:
+        page = self.table.index.get(name_of(key))
+        if page is not None:
+            if pin:
+                page.pins += 1
+                self.pinned.append(page)
+            self.table.drop(page)
+            assert name_of(key) not in self.table.index
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pinned:
+            self.table.unpin(self.pinned.pop())
+
+    @rule()
+    def clear(self) -> None:
+        self.table.clear()
+        assert not self.table.index
+
+    @rule()
+    def next_server(self) -> None:
+        if self.pinned:
+            return  # stores are closed before another server takes over
+        old = self.table
+        new = PageTable(old.layout, old._shared, quota=old.quota,
+                        limits={name: label.limit for name, label in old.labels.items() if label.limit})
+        writers = [Writer(str(number)) for number in range(3)]
+        owed = [(writers[who], KeptPage(p.key, p.pool, p.length, p.slot, p.start, p.label.name, 0.0))
+                for who, held in enumerate(self.held) for p in held]
+        new.restore(old.usable, list(old._generations), list(old.kept()), owed)
+        assert list(new.index) == list(old.index)
+        self.table, self.writers = new, writers
+        self.held = [list(writer.reserved.values()) for writer in writers]
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        self.table.audit()
+        held = [page for each in self.held for page in each]
+        assert self.table.reserved_bytes == sum(page.units * UNIT for page in held)
+        for page in [*held, *self.table.index.values()]:
+            assert self.table._shared[page.slot] == page.generation
+            assert self.seen.setdefault((page.slot, page.generation), page.key) == page.key
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_of_a_prefix_the_deepest_page_goes_first() -> None:
+    table, writer = table_of(), Writer("w")
+    size = table.longest
+    for number in range(table.layout.units * UNIT // size):
+        stored(table, writer, number, size)
+    names = [name_of(number) for number in range(3)]
+    rest = [name for name in table.index if name not in names]
+    table.touch(names)
+    table.touch(rest)
+    stored(table, writer, 50, size)
+    assert [name in table.index for name in names] == [True, True, False]
+
+
+def test_a_label_at_its_limit_gives_up_its_own_oldest() -> None:
+    table, writer = table_of(limits={"a": 3 * UNIT}), Writer("w")
+    for number in range(5):
+        stored(table, writer, number, label="a" if number != 2 else "b")
+    assert [number for number in range(5) if name_of(number) in table.index] == [1, 2, 3, 4]
+    assert table.reserve(writer, name_of(9), "full", 4 * UNIT, table.label("a")) is None
+    assert table.counts["over_limit"] == 4
+
+
+def test_no_process_has_more_than_its_quota_and_all_no_more_than_half() -> None:
+    table = table_of(quota=10 * UNIT)
+    writers, label = [Writer(str(n)) for n in range(40)], table.label("")
+    taken = [sum(table.reserve(writer, name_of(n), "full", UNIT, label) is not None for n in range(20))
+             for writer in writers]  # fmt: skip
+    assert max(taken) == 10
+    assert sum(taken) == table.layout.units // 2
+    table.audit()
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 61])
+def test_a_page_of_an_absurd_size_finds_no_room_and_evicts_nothing(size: int) -> None:
+    table, writer = table_of(), Writer("w")
+    stored(table, writer, 1)
+    assert table.reserve(writer, name_of(2), "full", size, table.label("")) is None
+    assert len(table.index) == 1
+
+
+def test_too_little_memory_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="memory=4096: a host process needs 1048576 bytes at least"):
+        HostMemory.make(4096)
+
+
+def test_memory_cannot_be_cut_short_under_a_client() -> None:
+    memory = HostMemory.make(1 << 20)
+    for size in (0, 1 << 19, 1 << 21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.fd, size)
+    memory.close()

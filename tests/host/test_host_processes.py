@@ -1,0 +1,181 @@
+"""Real processes: clients and servers that are killed, a new server that takes over, a client that is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from asynccache.errors import ConfigError
+from asynccache.host.takeover import take_over
+from asynccache.storage import Result, open_store
+from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
+from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_processes import child, killed_clients, killed_servers, report, server_process
+from tests.waiting import until
+
+HIT = Result.HIT
+
+
+@pytest.mark.slow(20)
+@pytest.mark.asyncio
+async def test_killed_clients_leave_no_slot_behind_and_no_wrong_page() -> None:
+    path = socket_path()
+    with server_process(path) as server:
+        await server.counts()
+        witness = await asyncio.to_thread(child, path, 7, 12.0)
+        await killed_clients(server, seed=35, kills=10)
+        found = await asyncio.to_thread(report, witness)
+        assert (found["wrong"], found["corrupt"]) == (0, 0)
+        assert found["hits"] > 0
+        counts = await server.settled()
+        assert counts["died"] > 0
+        assert counts["allocated_bytes"] - counts["free_bytes"] >= counts["bytes"] - 64 * counts["pages"]
+        backend = await client(path)
+        listed = [page async for batch in backend.listing() for page in batch]
+        units = sum(-(-(page.size - 64) // 4096) for page in listed)
+        assert counts["allocated_bytes"] - counts["free_bytes"] == units * 4096, "a slot is lost"
+        await backend.aclose()
+        assert server.stop() == 0
+
+
+@pytest.mark.slow(20)
+@pytest.mark.asyncio
+async def test_a_killed_server_costs_misses_and_its_clients_come_back(tmp_path: Path) -> None:
+    path = socket_path()
+    with server_process(path, "24MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB") as server:
+        await server.counts()
+        clients = [await asyncio.to_thread(child, path, seed, 25.0) for seed in (1, 2)]
+        await killed_servers(server, 35, 3, clients)
+        for process in clients:
+            found = await asyncio.to_thread(report, process)
+            assert (found["wrong"], found["corrupt"]) == (0, 0)
+            assert found["hits"] > 0
+        assert (await server.settled())["clients"] >= 1
+        assert server.stop() == 0
+
+
+def pss(pid: int) -> dict[str, int]:
+    """What a process has of memory, by kind, with its part of what it shares: in bytes."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name.rstrip(":"): int(size) << 10 for name, size, *_ in map(str.split, lines)}
+
+
+@pytest.mark.slow(10)
+@pytest.mark.asyncio
+async def test_memory_is_what_was_asked_for() -> None:
+    path, asked = socket_path(), 128 << 20
+    with server_process(path, "128MiB") as server:
+        await server.counts()
+        clients = [await asyncio.to_thread(child, path, seed, 3600.0) for seed in range(4)]
+        for _ in range(10):
+            await asyncio.sleep(0.4)
+            shared = [pss(pid) for pid in (server.process.pid, *(one.pid for one in clients))]
+            assert sum(one["Pss_Shmem"] for one in shared) <= asked
+            assert shared[0]["Pss_Anon"] + shared[0]["Pss_File"] <= 64 << 20
+        for one in clients:
+            one.kill()
+            one.communicate()
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> None:
+    path = socket_path()
+    async with serving(path) as server:
+        code = (
+            "import asyncio, os, signal, sys\n"
+            "from asynccache.host import wire\n"
+            "from tests.host.host_kit import client\n"
+            "async def main():\n"
+            "    backend = await client(sys.argv[1])\n"
+            "    channel = await backend._connection.ready()\n"
+            "    await channel.ask(lambda n: wire.Reserve(n, [bytes([i]) * 32 for i in range(9)], ['full'] * 9, "
+            "[16384] * 9))\n"
+            "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+            "asyncio.run(main())\n"
+        )
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, path)
+        await until(lambda: server.table.reserved_bytes == 9 * 16384)
+        backend = await client(path)
+        for number in range(60):
+            await put_all(backend, keys_of(60, "full")[number : number + 1])
+        assert server.table.reserved_bytes == 9 * 16384
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await until(lambda: server.table.reserved_bytes == 0)
+        assert server.table.counts["freed_by_death"] == 9
+        server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_new_server_takes_over_all_pages_and_its_clients_see_a_short_pause(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(200)
+    with server_process(path, "24MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB") as server:
+        before = (await server.counts())[0]
+        store = await open_store(f"host:{path}?label=a", LAYOUT)
+        assert store is not None
+        pages = [record_of(key).payload for key in keys]
+        assert await store.put(keys, pages) == [HIT] * 200
+        backend = await client(path)
+        first, boot = server.process, (await backend._connection.ready()).boot
+        server.start("--replace")
+        began = time.monotonic()
+        await asyncio.to_thread(first.wait, 60)
+        assert first.returncode == 0
+        while await store.exists(keys) != [HIT] * 200:
+            assert time.monotonic() - began < 30
+            await asyncio.sleep(0.02)
+        fetched = [blank(key).payload for key in keys]
+        assert await store.get(keys, fetched) == [HIT] * 200
+        assert fetched == pages
+        assert (await backend._connection.ready()).boot == boot
+        counts, labels = await server.counts()
+        assert counts["pages"] == before["pages"] + 200
+        assert labels["a"]["pages"] == 200
+        assert counts["file.waiting"] == 0
+        await store.delete(keys[:100])
+        stored = await put_all(backend, keys[:100])
+        assert same(stored, (await get_all(backend, keys[:100]))[1])
+        await store.aclose()
+        await backend.aclose()
+        assert server.stop() == 0
+
+
+@pytest.mark.asyncio
+async def test_a_server_whose_heir_dies_goes_on(tmp_path: Path) -> None:
+    path, keys = socket_path(), keys_of(20)
+    async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        inherited, confirm = taken
+        assert len(inherited.snapshot.kept) == 20
+        for cell in cast("Any", confirm).__closure__:
+            if isinstance(cell.cell_contents, socket.socket):
+                cell.cell_contents.close()  # the heir is killed
+        inherited.listener.close()
+        inherited.memory.close()
+        await until(lambda: not server.handed_over)
+        await asyncio.sleep(0.06)
+        assert same(stored, (await get_all(backend, keys))[1])
+        await backend.delete(keys)
+        await put_all(backend, keys)
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_there_is_nobody_to_take_over_from() -> None:
+    assert await asyncio.to_thread(take_over, socket_path()) is None
+    path = socket_path()
+    listener = await asyncio.start_unix_server(lambda reader, writer: writer.close(), path)
+    with pytest.raises(ConfigError, match="does not hand over"):
+        await asyncio.to_thread(take_over, path)
+    listener.close()
