@@ -36,6 +36,7 @@ UNREACHED = {
     r"tree\.py:\d+ illegal: ": "makes the error of such a law",
     r"\.__repr__: ": "called by whoever reads a log, and by no call of the core",
     r"CacheCore\.active_|Order\.entries|SlotPool\.free": "read by the audit and by tools",
+    r"SlotPool\.give: self\.given": "noted for debug=True alone",
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
