@@ -264,7 +264,7 @@ server.stdout.readline()
 def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
     with serving(parts()) as url:
         process = warm.Popen(
-            [sys.executable, "-m", "asynccache.cli", "verify-engine", url, *FEW, "--flush-device",
+            [sys.executable, "-m", "asynccache", "verify-engine", url, *FEW, "--flush-device",
              f"echo $$ > {tmp_path}/shell; sleep 60"], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
