@@ -49,7 +49,7 @@ class Opened:
         self.heard.set()
 
     async def open(self) -> None:
-        self.server.take(ORDERS["open"].message(1, CONFIG))
+        self.server.take(ORDERS["open"].message(1, CONFIG, False))
         await asyncio.wait_for(self.heard.wait(), 30)
         assert type(self.told[0]) is ORDERS["open"].answer, self.told
         assert self.server.local is not None
