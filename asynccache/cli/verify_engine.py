@@ -24,6 +24,8 @@ from random import Random
 from textwrap import wrap
 from typing import Annotated, Any, TypeVar
 
+from msgspec import Meta
+
 from asynccache.cli.openai_client import Answer, Client, EngineError, apart
 from asynccache.cli.options import MOST, CommandOptions, Concurrency, Json, NotNegative, Rate, option
 from asynccache.cli.output import Tell, answer, number, progress
@@ -36,6 +38,7 @@ FACTOR = 3.0
 """How many times the difference of two cold runs is allowed: a hit is computed in other pieces than a cold prompt."""
 UNSTEADY = 1.0
 """Nats. A prompt whose cold runs are further apart proves nothing, and is left out. If most are, the server is."""
+LONGEST = 1 << 22
 LEARNING = 8
 TURNS, TALKS = 3, 2
 ENDS = ("before", "on", "after")
@@ -69,7 +72,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         "(default: the first that the server lists)", several=True, parse=_models)] = ()
     prompts: Annotated[Concurrency, option(
         "N", "prompts for each model; half of them are sent one by one, half together")] = 12
-    length: Annotated[Count, option("TOKENS", "length of the longest prompt")] = 512
+    length: Annotated[int, Meta(ge=2, le=LONGEST), option("TOKENS", "length of the longest prompt")] = 512
     new_tokens: Annotated[Count, option("N", "tokens of an answer")] = 16
     at_once: Annotated[Concurrency, option("N", "requests at a time, where prompts are sent together")] = 8
     page_size: Annotated[Count | None, option(
@@ -264,7 +267,7 @@ class Verification:
         most = max(2, (self.options.length - 1) // self.page)
         for i in range(self.options.prompts):
             pages = 2 + (most - 2) * (i + 1) // self.options.prompts
-            longest = int(min(self._context - self.options.new_tokens, 1 << 40))
+            longest = int(min(self._context - self.options.new_tokens, LONGEST))
             prompt = self._tokens(min(max(2, pages * self.page + i % 3 - 1), longest))
             for model in self.models:
                 self.probes.append(Probe(model, prompt, ENDS[i % 3], together=i // 3 % 2 == 1))

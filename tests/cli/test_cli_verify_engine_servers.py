@@ -218,6 +218,7 @@ def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -
     ("arguments", "sentence"),
     [(["nonsense://x"], "is no address of a server"), (["http://x:99999"], "is no address"),
      (["http://"], "is no address"),
+     (["http://x", "--length", "99999999"], "--length=99999999"), (["http://x", "--length", "1"], "--length=1"),
      (["http://127.0.0.1:1"], "does not answer"), (["http://x", "--prompts", "0"], "--prompts=0"),
      (["http://x", "--timeout", "0"], "--timeout=0"), (["http://x", "--tolerance", "-1"], "--tolerance=-1")],
 )  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -59,13 +60,14 @@ def serving(folder: Path, spec: str, module: str) -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for path in re.findall(r"/dev/shm/vllm_offload_[-\w]+\.mmap", (folder / "log").read_text()):
+            Path(path).unlink(missing_ok=True)
 
 
 def _healthy(url: str) -> bool:
