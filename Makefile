@@ -112,7 +112,7 @@ test-bare: $(VENV)/.installed-dev
 
 # The tests of the modules that are compiled: the core, and those in `asynccache.compiled.ALSO`. The tests of a slow store
 # measure waiting, not these modules. One quarter of the worlds of groups is enough: it has every kind of world.
-COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py tests/worker/test_joining.py \
+COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py \
     tests/worker/test_remote.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
     tests/packaging/test_which_core.py
 
@@ -169,7 +169,7 @@ test-gpu:
 	$(GPU_TESTS) -m "not soak" --device cuda:0 tests/runtime tests/shim tests/sidecars
 	$(GPU_TESTS) --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
 	    -k "not costs_nothing_until_touched and not engines_tensors"
-	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1
+	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --components full,swa,mamba --rate 0 --faults 0.1 --cancel-rate 0.1
 
 FOUND_WHEELS := $(wildcard $(WHEELS)/*.whl)
 unpacked-wheels:

@@ -14,12 +14,11 @@ import tokenize
 from pathlib import Path
 
 WORKER = (
-    "folds", "group", "joining", "link", "messages", "rank_server", "rank_worker", "ranks", "remote", "watched_keys",
-    "work",
+    "folds", "group", "link", "messages", "rank_server", "ranks", "watched_keys", "work",
 )  # fmt: skip
 LINKS = [Path(f"asynccache/worker/{name}.py") for name in WORKER]
 BESIDE = [
-    *sorted(Path("asynccache/cli/ranked").glob("*.py")), Path("benchmarks/ranks.py"),
+    Path("asynccache/cli/rank.py"), Path("asynccache/cli/ranks.py"), Path("benchmarks/ranks.py"),
     Path("tests/simulated/links.py"), Path("scheduler_shim/asynccache_shim/shards.py"),
     Path("scheduler_shim/asynccache_shim/payload.py"),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynccache import compiled
+from asynccache.extras import without_torch
 from asynccache.version import VERSION
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         RankFailure,
         Timeout,
         Unavailable,
+        WrongPages,
     )
     from asynccache.geometry import components_from
     from asynccache.memory.pools import BlockTable, DevicePool
@@ -75,6 +77,7 @@ __all__ = [
     "Unavailable",
     "Unsaved",
     "WritePolicy",
+    "WrongPages",
     "__version__",
     "components_from",
     "load_config",
@@ -113,6 +116,7 @@ _LAZY = {
     "Unavailable": "asynccache.errors",
     "Unsaved": "asynccache.core.passes",
     "WritePolicy": "asynccache.core.settings",
+    "WrongPages": "asynccache.errors",
     "components_from": "asynccache.geometry",
     "load_config": "asynccache.configuration",
 }
@@ -121,7 +125,10 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    try:
+        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(without_torch(error), name=error.name) from None
     return value
 
 

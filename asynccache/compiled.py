@@ -25,12 +25,10 @@ FOLDER = os.path.join(PACKAGE, "_compiled", SUFFIX.strip(".").rpartition(".")[0]
 PURE_MODULES = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings")
 """Modules of the core that are not compiled. The first is empty. ``keys`` has a subclass of str, which mypyc does not
 support. ``settings`` has frozen values that are seldom used; compiled, they could be neither copied nor pickled."""
-ALSO = ("asynccache.runtime.driver", "asynccache.worker.joining")
+ALSO = ("asynccache.runtime.driver",)
 """Modules outside the core that are compiled with it. They are on the way of every request, and nothing in them
 waits."""
-BENEATH = (
-    "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.worker.work",
-)  # fmt: skip
+BENEATH = ("asynccache.checks", "asynccache.errors", "asynccache.redaction")
 """Modules of asynccache that the compiled ones import and that are not compiled. mypyc reads the types in these
 modules."""
 BESIDE = (*PURE_MODULES, *BENEATH)

@@ -153,7 +153,8 @@ class _Pool(Settings, frozen=True, kw_only=True):
         "How many layers the pool has; its bytes are divided evenly among them."))] = 1
     covers: Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_LAYERS)], ...], Meta(
         extra={"parse": _integers}, description=(
-            "For each of the layers the number of the model's layer that it holds, never falling; `[]`: 0, 1, 2, ..."
+            "Which layers of the model the pool holds, in order: a pipeline stage with layers 4 and 5 has `[4, 5]`; "
+            "`[]`: 0, 1, 2, ..."
         ))] = ()
     replicated: Annotated[Replicated, Meta(description=(
         "The ranks that hold the same bytes of every page, so that one of them stores the pages for all."))] = (
@@ -446,12 +447,13 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
     max_backup_ops: Annotated[Count, Meta(description=(
         "How many copies from device to host are in flight at one time, at most."))] = 256
     write_back_watermark: Annotated[Share, Meta(description=(
-        "Share of the smaller of device and host that the device keeps free or saved in advance."))] = 0.1
+        "How much of the device is kept free or copied ahead, so that requests need not wait for copies: a share of "
+        "the smaller of device and host."))] = 0.1
     kept_fraction: Annotated[Share, Meta(description="Share of the device's pages that `keep()` may pin.")] = 0.25
     close_timeout: Annotated[Positive, Meta(description=(
         "Seconds that closing waits for pages that are still to be saved."))] = 30.0
     freeze_gc: Annotated[bool, Meta(description=(
-        "Whether the garbage collector is told to leave out the tree as it grows."))] = False
+        "Whether Python's garbage collector skips the tree as it grows, which spares long pauses."))] = False
     storage_options: Annotated[dict[str, str], Meta(description=(
         "Options of the store, if there is one store; they win over those in its URL. All values are text."))] = field(
             default_factory=dict)

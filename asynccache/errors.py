@@ -75,6 +75,16 @@ class Timeout(BackendError):
     """The backend did not answer before its deadline."""
 
 
+class WrongPages(AsyncCacheError):
+    """A program has used the cache's pages wrongly, as ``AsyncCache(debug=True)`` has found by their bytes. The message
+    says what it did; ``mistake`` is that in a word or two, the same for every message of its kind. What it was about to
+    publish is not published."""
+
+    def __init__(self, mistake: str, what: str) -> None:
+        super().__init__(f"{mistake}: {what}")
+        self.mistake = mistake
+
+
 class InvariantViolation(AssertionError):
     """A law of the core was broken. This is a bug, never a condition to handle."""
 

@@ -25,3 +25,13 @@ BRINGS: Mapping[str, tuple[str, ...]] = {
 def install(extra: str) -> str:
     """Return the command that installs what ``extra`` needs, in a clone or beside an installed asynccache."""
     return "pip install " + " ".join(f"'{package}'" for package in BRINGS[extra])
+
+
+TORCH = ("pip install 'torch>=2.4' --index-url https://download.pytorch.org/whl/cpu (0.8 GB on the disk; without "
+         "--index-url, CUDA's build, which is 5 GB)")
+"""The command that installs torch. It is a dependency, but plans, stores, settings and events do without it."""
+
+
+def without_torch(error: ModuleNotFoundError) -> str:
+    """Return the message for an import that failed: the error's own, and how to install torch if that is missing."""
+    return f"{error}; {TORCH}" if error.name == "torch" else str(error)

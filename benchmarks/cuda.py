@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from asynccache.cli.output import Tell, debugging
-from asynccache.cli.text import first_line
-from asynccache.cli.text import size as spelled
+from asynccache.cli.output import Tell, debugging, first_line
+from asynccache.cli.output import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
 from benchmarks import cuda_copies, cuda_engine
 from benchmarks.cuda_copies import Figures, RawCalls

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asynccache.cli.output import Tell
-from asynccache.cli.text import size as spelled
+from asynccache.cli.output import size as spelled
 from asynccache.memory.cuda import choosing_paths, kernels
 from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.libcuda import DriverError, Spans

@@ -21,7 +21,7 @@ from msgspec import structs
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.meter import spread
 from asynccache.cli.output import Tell
-from asynccache.cli.text import size as spelled
+from asynccache.cli.output import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind, HitPolicy

@@ -24,7 +24,7 @@ import numpy as np
 from asynccache.cli.hit_curves import BlockPath, next_uses, optimum, policy_hits
 from asynccache.cli.workloads import BLOCK_TOKENS, arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
-from asynccache.core.plan import Outcome, Plan, Status, Wait
+from asynccache.core.plan import Outcome, Plan, Status, Wait, operations
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from benchmarks.parsing import integer, listed
 
@@ -121,7 +121,7 @@ def _serve(core: CacheCore, path: BlockPath) -> int:
 def _perform(core: CacheCore, plan: Plan) -> None:
     """End all that ``plan`` begins, and what follows from that."""
     while plan.effects or core.behind:
-        ended = [Outcome(op, Status.DONE) for effect in plan.effects if (op := getattr(effect, "op", None)) is not None]
+        ended = [Outcome(op, Status.DONE) for effect in plan.effects for op in operations(effect)]
         plan = core.complete(ended) if ended else core.follow_up()
 
 

@@ -27,15 +27,14 @@ import uvloop
 from asynccache.cli.meter import spread
 from asynccache.cli.output import Tell
 from asynccache.config import CacheConfig, Full
-from asynccache.core.plan import BackupHost, Move, Outcome, Status
+from asynccache.core.plan import Move, Outcome, Status
 from asynccache.worker.group import WorkerGroup, open_group
-from asynccache.worker.joining import joined
 from asynccache.worker.link import SECRET
 from asynccache.worker.local import EmbedderParts, Reports
 from asynccache.worker.messages import encode
 from asynccache.worker.rank_server import ORDERS, RankServer, connect
 from asynccache.worker.ranks import Topology, Workers, listen
-from asynccache.worker.work import Work
+from asynccache.worker.work import CopyKind, Work
 from benchmarks.parsing import integer
 from benchmarks.tables import Chart, Row, bench
 
@@ -121,21 +120,16 @@ async def _with_group(workers: Workers, processes: Sequence[subprocess.Popen[byt
         await group.aclose(1.0)
 
 
-def _effect(op: int) -> BackupHost:
-    slots = bytes(4 * PAGES)
-    return BackupHost(op, (Move(0, slots, slots),))
-
-
-def _nobody(_: object) -> tuple[()]:
-    """Return the batches that an effect has to wait for: none."""
-    return ()
+def _backups(first: int, size: int) -> Work:
+    """Return the work for ``size`` backups of one plan, which the core makes one effect. ``first``: the first one's
+    number."""
+    slots = bytes(4 * PAGES * size)
+    return Work(CopyKind.BACKUP, tuple(range(first, first + size)), (Move(0, slots, slots),))
 
 
 def _frame(size: int) -> bytes:
     """Return as many bytes as go over each link for ``size`` operations of one plan."""
-    plan = joined([_effect(1000 + op) for op in range(size)], _nobody)
-    frame = encode([ORDERS["perform"].message(work) for work in plan])
-    return bytes(4) + frame
+    return bytes(4) + encode([ORDERS["perform"].message(_backups(1000, size))])
 
 
 class Head:
@@ -158,16 +152,16 @@ class Head:
     def _failed(self, error: BaseException) -> None:
         raise error
 
-    def decide(self, size: int) -> list[BackupHost]:
-        """Return ``size`` operations, as a plan of the core has them."""
+    def decide(self, size: int) -> Work:
+        """Return the work for ``size`` operations of one plan."""
         self._op += size
-        return [_effect(self._op - at) for at in range(size)]
+        return _backups(self._op - size, size)
 
-    async def way(self, plan: Sequence[BackupHost]) -> None:
-        """Hand ``plan`` to the group, and return when the last outcome is back."""
+    async def way(self, work: Work) -> None:
+        """Hand ``work`` to the group, and return when the last outcome is back."""
         self._done.clear()
-        self._left = len(plan)
-        self._group.perform(joined(plan, _nobody))
+        self._left = len(work.ops)
+        self._group.perform([work])
         await self._done.wait()
 
 

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from asynccache import compiled
 from asynccache.cli.output import Tell
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
-from asynccache.core.holds import drop_hold, take_hold
-from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
+from asynccache.core.holds import release_hold, take_hold
+from asynccache.core.plan import More, Outcome, Plan, Status, Wait, operations
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
 from benchmarks.tables import Chart, Row
@@ -140,7 +140,7 @@ class Bed:
     def complete(self, plan: Plan) -> None:
         """Apply a successful outcome for every effect of ``plan``, and for the effects that follow from that."""
         while plan.effects or self.core.behind:
-            ops = [effect.op for effect in plan.effects if not isinstance(effect, (Publish, Cleared))]
+            ops = [op for effect in plan.effects for op in operations(effect)]
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 
     def lease(self, key: bytes) -> CoreLease:
@@ -257,7 +257,7 @@ def _match_with_pages(bed: Bed, lease: CoreLease, key: bytes) -> None:
 
 
 def _pin_and_unpin(bed: Bed, end: Node) -> None:
-    drop_hold(bed.core.world, take_hold(bed.core.world, end, end.end))
+    release_hold(bed.core.world, take_hold(bed.core.world, end, end.end))
 
 
 def measure_evict(kind: str, page: int, eviction: str, calls: int = 60) -> dict[str, Timer]:

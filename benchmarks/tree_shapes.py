@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from asynccache.core.cache import Begin, CacheCore, CoreLease, Grant, LeaseRequest, PrefetchBegun
-from asynccache.core.plan import BackupStorage, Outcome, Plan, Status, Wait
+from asynccache.core.plan import BackupStorage, Outcome, Plan, Status, Wait, operations
 from asynccache.core.plan import More as MoreToDo
 from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig, WritePolicy
 
@@ -88,8 +88,7 @@ class Calls:
 
     def _note(self, plan: Plan) -> None:
         for effect in plan.effects:
-            op = getattr(effect, "op", None)
-            if op is not None:
+            for op in operations(effect):
                 bad = isinstance(effect, BackupStorage) and not self.refused.isdisjoint(
                     pages.hashes[at : at + 32] for pages in effect.pages for at in range(0, len(pages.hashes), 32)
                 )
@@ -201,7 +200,7 @@ class Calls:
         assert isinstance(begun, PrefetchBegun)
         self.perform(begun.plan)
         self.perform(self.slices("prefetch", lambda: self.core.prefetch_take_full(begun.op, pages)).plan)
-        self.perform(self.call("prefetch", lambda: self.core.prefetch_revoke(begun.op)))
+        self.perform(self.call("prefetch", lambda: self.core.prefetch_release(begun.op)))
 
 
 def stale(leaves: int, pages: int) -> Calls:

@@ -10,26 +10,35 @@ import asyncio
 import random
 
 import numpy as np
+import torch
 
-from asynccache import AsyncCache, CacheConfig, Full, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, Full, Lease, SlidingWindow
 
-PAGE, LAYERS = 16, 4
+PAGE, LAYERS, BYTES = 16, 4, 256
+WORDS = BYTES // LAYERS // 8
+"""Numbers of 8 bytes that a layer keeps of a token."""
 
 CONFIG = CacheConfig(
     model="example-model",
     components=(
-        Full(bytes_per_token=256, layers=LAYERS, device_tokens=8192, host_tokens=32768),
-        SlidingWindow(window=128, bytes_per_token=256, layers=LAYERS, device_tokens=8192, host_tokens=32768),
+        Full(bytes_per_token=BYTES, layers=LAYERS, device_tokens=8192, host_tokens=32768),
+        SlidingWindow(window=128, bytes_per_token=BYTES, layers=LAYERS, device_tokens=8192, host_tokens=32768),
     ),
     page_size=PAGE,
     storage="memory:",
 )
 
 
-def compute(cache: AsyncCache, pool: str, pages: np.ndarray) -> None:
-    """Write to these pages, where a model would write KV."""
-    for layer in range(LAYERS):
-        cache.pools[pool].layer(layer)[pages[pages >= 0].tolist()] = 1
+def compute(cache: AsyncCache, lease: Lease, tokens: list[int], start: int) -> None:
+    """Compute ``tokens[start:]``: write to both pools, where a model would write its KV. Here: the token itself."""
+    at = np.arange(start, len(tokens))
+    made = torch.tensor(tokens[start:], dtype=torch.int64)[:, None].expand(-1, WORDS)
+    for pool in ("full", "swa"):
+        pages = lease.page_table(pool)[at // PAGE]
+        kept = pages >= 0  # a window has no pages before it
+        for layer in range(LAYERS):
+            kv = cache.pools[pool].layer(layer).view(torch.int64).view(-1, PAGE, WORDS)
+            kv[pages[kept].astype(np.int64), at[kept] % PAGE] = made[torch.from_numpy(kept)]
 
 
 async def serve(cache: AsyncCache, prompt: list[int], answer: list[int]) -> int:
@@ -37,15 +46,14 @@ async def serve(cache: AsyncCache, prompt: list[int], answer: list[int]) -> int:
     handle = cache.prefetch(prompt)  # as soon as the request arrives
     async with cache.lease(prompt, new_tokens=len(answer), prefetch=handle) as lease:
         await lease.loaded()
-        first = lease.cached // PAGE
-        for pool in ("full", "swa"):
-            compute(cache, pool, lease.page_table(pool)[first:])
+        compute(cache, lease, prompt, lease.cached)
         await lease.commit(prompt)  # others can hit the prompt while this request decodes
-        for position in range(len(prompt), len(prompt) + len(answer)):
-            lease.advance(position)  # gives back the pages that the window has left
-        for pool in ("full", "swa"):
-            compute(cache, pool, lease.page_table(pool)[len(prompt) // PAGE :])
-        await lease.commit(prompt + answer)
+        tokens = list(prompt)
+        for token in answer[:-1]:  # the last token is never computed
+            lease.advance(len(tokens))  # gives back the pages that the window has left
+            tokens.append(token)
+            compute(cache, lease, tokens, len(tokens) - 1)
+        await lease.commit(tokens)
         return lease.cached
 
 

@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[1]
 SUBREAPER = 36
 IMPORTS = ("torch", "numpy", "msgspec", "uvloop")
 COMMANDS = (
-    *IMPORTS, "asynccache.cli.main", "asynccache.cli.service", "asynccache.cli.engine", "asynccache.cli.ranked.ranks",
-    "asynccache.worker.opening", "asynccache.worker.rank_server", "asynccache_backends.file",
+    *IMPORTS, "asynccache.cli.main", "asynccache.cli.service", "asynccache.cli.engine", "asynccache.cli.session",
+    "asynccache.memory.pools", "asynccache.memory.cpu", "asynccache.worker.rank_server", "asynccache_backends.file",
 )  # fmt: skip
 """For who runs many of our own commands."""
 MODELS = (*IMPORTS, "transformers.models.llama.modeling_llama")

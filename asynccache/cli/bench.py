@@ -19,12 +19,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from asynccache import compiled
-from asynccache.cli.arguments import CommandOptions, Concurrency, Json, Quiet, option
 from asynccache.cli.meter import spread
-from asynccache.cli.options import Loop, loop_factory
-from asynccache.cli.output import Tell, answer, progress
-from asynccache.cli.text import number
-from asynccache.cli.text import size as spelled
+from asynccache.cli.options import CommandOptions, Concurrency, Json, Loop, Quiet, loop_factory, option
+from asynccache.cli.output import Tell, answer, number, progress
+from asynccache.cli.output import size as spelled
 from asynccache.errors import BackendError, ConfigError
 from asynccache.settings import Count
 

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from asynccache.cli.arguments import CommandOptions, option
+from asynccache.cli.options import CommandOptions, Json, option
+from asynccache.cli.output import answer
 from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
@@ -29,7 +30,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         argument=True)]
     file: Annotated[str | None, option(
         "FILE", "a TOML file (default: the one that ASYNCCACHE_CONFIG names)", argument=False)] = None
-    json: Annotated[bool, option("", "show: print JSON instead of TOML", const=True)] = False
+    json: Json = None
 
 
 def execute(options: Options) -> int:
@@ -39,28 +40,28 @@ def execute(options: Options) -> int:
         ConfigError: ``check`` was given no file.
     """
     if options.action == "schema":
-        print(json.dumps(schema(), indent=2))
+        answer(schema(), json.dumps(schema(), indent=2), options.json)
         return 0
     file = options.file or os.environ.get("ASYNCCACHE_CONFIG")
     if options.action == "check" and file is None:
         raise ConfigError("config check needs a FILE, or ASYNCCACHE_CONFIG that names one")
     loaded = read_config(file)
     problems = [*loaded.problems, *(_storage_problems(loaded) if options.action == "check" else ())]
-    for problem in problems:
-        print(f"asynccache: {problem}", file=sys.stderr)
-    if problems:
-        return 1
-    if options.action == "check":
+    warnings, rooms = list[str](), list[str]()
+    if options.action == "check" and not problems:
         assert loaded.config is not None
-        print("\n".join((f"{file}: can be used", *(f"  {line}" for line in loaded.config.rooms))))
-        for warning in (*_stale(loaded.config), *wasted(loaded.config.core())):
-            print(f"asynccache: warning: {warning}", file=sys.stderr)
-    elif options.json:
-        print(json.dumps([{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
-                          for path, value, origin in loaded.values], indent=2))
-    else:
-        print(as_toml(loaded.values), end="")
-    return 0
+        warnings, rooms = [*_stale(loaded.config), *wasted(loaded.config.core())], list(loaded.config.rooms)
+    for problem in (*problems, *(f"warning: {warning}" for warning in warnings)):
+        print(f"asynccache: {problem}", file=sys.stderr)
+    if options.action == "check":
+        text = None if problems else "\n".join((f"{file}: can be used", *(f"  {line}" for line in rooms)))
+        answer({"file": file, "ok": not problems, "problems": problems, "warnings": warnings, "rooms": rooms}, text,
+               options.json)
+    elif not problems:
+        values = [{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
+                  for path, value, origin in loaded.values]
+        answer(values, as_toml(loaded.values).removesuffix("\n"), options.json)
+    return 1 if problems else 0
 
 
 def _stale(config: CacheConfig) -> Iterator[str]:

@@ -24,9 +24,9 @@ from rich.text import Text
 
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
+from asynccache.cli.output import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
+from asynccache.cli.report import Tally
 from asynccache.cli.service import RequestRunner
-from asynccache.cli.tally import Tally
-from asynccache.cli.text import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
 from asynccache.cli.workloads import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -170,12 +170,19 @@ def summary(report: Mapping[str, Any], file: TextIO | None = None) -> None:
         ", interrupted" if report["interrupted"] else "",
         f": {number(report['served'])} requests in {report['elapsed_s']:.1f} s ({report['served'] / elapsed:.1f}/s), ",
         pages_verified(report))
+    settings = report["settings"]
+    rooms = " · ".join(f"{name} {number(room) if isinstance(room, int) else room}"
+                       for name, room in (("L1", settings["device_tokens"]), ("L2", settings["host_tokens"])) if room)
+    say(f"  {rooms} tokens, in pages of {settings['page_size']}; {size(settings['bytes_per_token'])} a token")
+    stores = settings["storage"] or ()
+    for url in (stores,) if isinstance(stores, str) else stores:
+        say(f"  L3 {url}")
     for problem in report["problems"]:
         say(("  ✗ ", "red"), problem)
     for text in _hits(report):
         say(text)
     times, notes = _times(report)
-    say((f"\nTime to first token: wait for pages + prefill at {number(report['settings']['prefill_tokens_per_s'])} "
+    say((f"\nTime to first token: wait + prefill at {number(report['settings']['prefill_tokens_per_s'])} "
          "tokens/s (modelled)", "bold"))
     table(times, "", "mean", "p50", "p99", "max", "")
     for text in notes:
@@ -229,21 +236,24 @@ def _hits(report: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
 
 def _times(report: Mapping[str, Any]) -> tuple[list[tuple[str | Text, ...]], list[str]]:
     """The rows of the times to first token, and sentences about why they are as they are."""
-    mean, without, wait = report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"], report["wait_mean_ms"]
+    mean, without, wait, line = (report[f"{key}_mean_ms"] for key in (
+        "ttft", "ttft_without_cache", "wait", "line_without_cache"))
     sooner = f"{without / mean:.1f} times sooner" if without > mean > 0 else ""
     rows: list[tuple[str | Text, ...]] = [
         (name, *map(milliseconds, (average, *(report[key][q] for q in ("p50", "p99", "max")))), note)
         for name, average, key, note in (
             ("with cache", mean, "ttft_ms", sooner), ("without cache", without, "ttft_without_cache_ms", ""),
-            ("wait for pages", wait, "wait_ms", ""))]  # fmt: skip
+            ("wait with", wait, "wait_ms", "for room and pages"),
+            ("wait without", line, "line_without_cache_ms", "for room"))]  # fmt: skip
     notes = []
     if (slowdown := report["prefill_slowdown"]) >= BUSY:
         notes.append(f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is\n"
                      "  modelled as that much slower, with the cache and without it.")
     if mean <= without:
         return rows, notes
-    notes.append(f"  It came later with the cache: hits saved {milliseconds(without - mean + wait)} of computing on "
-                 f"average,\n  but requests waited {milliseconds(wait)}.")
+    saved = milliseconds(without - line - mean + wait)
+    notes.append(f"  It came later with the cache: hits saved {saved} of computing on average,\n"
+                 f"  but requests waited {milliseconds(wait)}, and {milliseconds(line)} without it.")
     arrived, served = report["settings"].get("rate", 0.0), report["served"] / (report["elapsed_s"] or 1.0)
     if served < _QUEUED * arrived:
         notes.append(f"  Requests queued: {arrived:g} arrived per second, and {served:.1f} were served.")

@@ -1,17 +1,23 @@
-"""``asynccache doctor``: which core runs, whether a CUDA device can be used here, how fast that is, and what the cache
-will use.
+"""``asynccache doctor``: what this machine has for a cache: Python, torch, extras, the core, memory, the disk, a GPU.
 
-Law: the command never fails because something is missing. Without a GPU it says so in a sentence, and says what the
-cache does then. With a GPU it copies pages by each path, compares every byte, and tells the rates and how long it takes
-to wake a coroutine. That takes some seconds.
+Law: the command never fails because something is missing. Without torch it says how to install it. Without a GPU it
+says so in a sentence, and says what the cache does then. With a GPU it copies pages by each path, compares every byte,
+and tells the rates and how long it takes to wake a coroutine. That takes some seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
+import re
 import resource
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Annotated, Any
@@ -19,18 +25,19 @@ from typing import Annotated, Any
 from msgspec import structs
 
 from asynccache import compiled
-from asynccache.cli.arguments import CommandOptions, Json, option, parsed_device
-from asynccache.cli.output import answer
-from asynccache.cli.text import first_line
-from asynccache.cli.text import size as spelled
+from asynccache.cli.options import CommandOptions, Json, option, parsed_device
+from asynccache.cli.output import answer, first_line
+from asynccache.cli.output import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
-from asynccache.extras import BRINGS, install
+from asynccache.extras import BRINGS, install, without_torch
 
 Report = dict[str, Any]
 
 LAYERS, PAGES, WIDTH = 32, 128, 16 << 10
 """The pages that are copied; bytes that each has in a layer."""
 ROUNDS, WAKE_UPS = 3, 200
+NAMED, COLUMNS = 10, 80
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 NAMES = {"engines": "the copy engines", "kernel": "the kernel"}
@@ -46,32 +53,43 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     """The options of ``doctor``."""
 
     device: Annotated[str, option("cuda:N", "which GPU", parse=_gpu)] = "cuda:0"
+    folder: Annotated[str, option("DIR", "where a file store would be, to look at its disk")] = "."
     json: Json = None
 
 
 def execute(options: Options) -> int:
     """Examine this machine and print the report. Return the exit status: 0, also if there is no GPU; 1 if there is one
     that cannot be used."""
-    report = examine(options.device)
+    report = examine(options.device, options.folder)
     answer(report, "\n".join(told(report)), options.json)
     return 1 if report.get("error") else 0
 
 
-def examine(name: str) -> Report:
-    """Return the report on this machine, and on the GPU called ``name`` if there is one. Otherwise ``missing`` says why
-    not; ``error`` says why it cannot be used. ``limits``: how many bytes may be pinned, by the shell's
-    limits (``memlock``, ``memlock_hard``; None: no limit) and by what memory there is on this machine and in the
-    control group (``available_bytes``)."""
-    from asynccache.memory.cuda.cupy_driver import find
-    from asynccache.memory.cuda.kernels import compile_for
-    from asynccache.memory.pools import available_memory
-
-    found = find()
+def examine(name: str, folder: str = ".") -> Report:
+    """Return the report on this machine, on the disk of ``folder``, and on the GPU called ``name`` if there is one.
+    Otherwise ``missing`` says why not; ``error`` says why it cannot be used. ``limits``: how many bytes may be pinned,
+    by the shell's limits (``memlock``, ``memlock_hard``; None: no limit) and by what memory there is on this machine
+    and in the control group (``available_bytes``; None: not known without torch)."""
     soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
-    report: Report = {"command": "doctor", "core": compiled.CORE, "core_why": compiled.WHY or None,
-                      "cupy": found.cupy, "cupy_cuda": found.cupy_cuda, "torch_cuda": found.torch_cuda,
-                      "driver": found.driver, "devices": found.devices, "missing": found.missing or None, "nvrtc": None,
-                      "limits": {"memlock": soft, "memlock_hard": hard, "available_bytes": available_memory()}}
+    report: Report = {
+        "command": "doctor", "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(), "cores": os.cpu_count(), "core": compiled.CORE, "core_why": compiled.WHY or None,
+        "torch": _version("torch"), "uvloop": _version("uvloop"),
+        "extras": {extra: all(_version(_NAME.findall(one)[0]) for one in brings) for extra, brings in BRINGS.items()},
+        "memory": {"bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}, "disk": disk(folder),
+        "cupy": None, "cupy_cuda": None, "torch_cuda": None, "driver": None, "devices": 0, "missing": None,
+        "nvrtc": None, "limits": {"memlock": soft, "memlock_hard": hard, "available_bytes": None},
+    }  # fmt: skip
+    try:
+        from asynccache.memory.cuda.cupy_driver import find
+        from asynccache.memory.cuda.kernels import compile_for
+        from asynccache.memory.pools import available_memory
+    except ModuleNotFoundError as error:
+        return report | {"torch": None, "missing": without_torch(error)}
+    found = find()
+    report["limits"]["available_bytes"] = available_memory()
+    report |= {"cupy": found.cupy, "cupy_cuda": found.cupy_cuda, "torch_cuda": found.torch_cuda,
+               "driver": found.driver, "devices": found.devices, "missing": found.missing or None}
     if found.cupy:
         try:
             report["nvrtc"] = {"compiles": True, "bytes": len(compile_for((9, 0)))}  # for an H100, which need not exist
@@ -83,6 +101,30 @@ def examine(name: str) -> Report:
         except (AsyncCacheError, MemoryError) as error:
             report["error"] = first_line(error)
     return report
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package; None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def disk(folder: str) -> Report:
+    """Return what a file store in ``folder`` would find: how many bytes it may take (``free_bytes``), of how many, and
+    whether files can be read past the page cache (``direct``, O_DIRECT). ``error``: why that cannot be said."""
+    found: Report = {"folder": str(FilePath(folder).absolute())}
+    try:
+        usage = shutil.disk_usage(folder)
+        found |= {"bytes": usage.total, "free_bytes": usage.free, "direct": False}
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="asynccache-doctor-") as file:
+            with suppress(OSError, AttributeError):  # the file system, or the system, has no such thing
+                os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
+                found["direct"] = True
+    except (OSError, ValueError) as error:
+        found["error"] = getattr(error, "strerror", None) or str(error)
+    return found
 
 
 async def measured(name: str) -> Report:
@@ -160,33 +202,70 @@ def numa_node(bus: str) -> int | None:
 
 
 def told(report: Report) -> Iterator[str]:
-    """Yield the report in lines for a person."""
+    """Yield the report in lines of at most 80 columns for a person."""
+    for line in (*_lines(report), *_verdict(report)):
+        name = line[:NAMED] if line[NAMED - 2 : NAMED] == "  " else ""
+        yield from wrap(line[len(name):], COLUMNS, initial_indent=name, subsequent_indent=" " * len(name),
+                        break_on_hyphens=False, break_long_words=False)  # fmt: skip
+
+
+def _lines(report: Report) -> Iterator[str]:
+    """Yield what there is, a line each: a name in the first ``NAMED`` columns, and a text of any length."""
+    yield (f"python    {report['python']}, uvloop {report['uvloop'] or 'not installed'}; {report['system']}, "
+           f"{report['machine']}, {report['cores']} cores")
+    yield f"core      {report['core']}{': ' + report['core_why'] if report['core_why'] else ''}"
+    limit, disk = report["limits"], report["disk"]
+    free = "" if limit["available_bytes"] is None else f", of which {spelled(limit['available_bytes'])} can be had"
+    yield f"memory    {spelled(report['memory']['bytes'])}{free}"
+    if "free_bytes" in disk:
+        direct = "with" if disk["direct"] else "without"
+        yield (f"disk      {spelled(disk['free_bytes'])} free of {spelled(disk['bytes'])}, {direct} O_DIRECT, "
+               f"in {disk['folder']}")
+    if "error" in disk:
+        yield f"disk      {disk['folder']} cannot hold a store: {disk['error']}"
+    there = [extra for extra, is_there in report["extras"].items() if is_there]
+    yield f"extras    {', '.join(there) or 'none'}"
+    for extra, is_there in report["extras"].items():
+        if not is_there and not extra.startswith("cuda"):  # what a GPU needs is said below
+            yield f"          {extra}: {install(extra)}"
+    if report["torch"] is None:
+        yield f"torch     {report['missing']}"
+        yield "          `plan`, `store`, `config`, `explain`, events and `Pages` work without it."
+        return
+    built = f"for CUDA {report['torch_cuda']}" if report["torch_cuda"] else "for the CPU"
+    yield f"torch     {report['torch']}, {built}"
+    yield from _cuda(report)
+    memlock = "no limit" if limit["memlock"] is None else spelled(limit["memlock"])
+    yield f"pinning   ulimit -l: {memlock}"
+
+
+def _cuda(report: Report) -> Iterator[str]:
     from asynccache.memory.cuda.cupy_driver import spelled_version
 
     cupy_cuda = spelled_version(report["cupy_cuda"]) if report["cupy_cuda"] else None
-    yield f"core      {report['core']}{': ' + report['core_why'] if report['core_why'] else ''}"
     yield f"cupy      {report['cupy'] or 'not installed'}{f', for CUDA {cupy_cuda}' if cupy_cuda else ''}"
-    yield f"torch     {'for CUDA ' + report['torch_cuda'] if report['torch_cuda'] else 'for the CPU'}"
-    versions = [version for version in (cupy_cuda, report["torch_cuda"]) if version]
-    majors = {int(version.split(".")[0]) for version in versions}
+    versions = [one for one in (cupy_cuda, report["torch_cuda"]) if one]
+    majors = {int(one.split(".")[0]) for one in versions}
     if majors:  # a driver serves its own version of CUDA and older ones; within a major version, newer ones, too
         yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"
     if len(majors) > 1:
         extra = f"cuda{versions[1][:2]}"
         brings = install(extra) if extra in BRINGS else f"a build of cupy for CUDA {versions[1]}"
         yield f"          cupy and torch are for different versions: {brings} brings torch's"
-    version = f"CUDA {spelled_version(report['driver'])}" if report["driver"] else "none"
-    yield f"driver    {version}, {report['devices']} GPUs"
+    driver = f"CUDA {spelled_version(report['driver'])}" if report["driver"] else "none"
+    yield f"driver    {driver}, {report['devices']} GPUs"
     kernel = report["nvrtc"]
     if kernel is not None:
         yield f"NVRTC     {'compiles the copy kernel' if kernel['compiles'] else 'does not work: ' + kernel['why']}"
-    limit = report["limits"]
-    memlock = "no limit" if limit["memlock"] is None else spelled(limit["memlock"])
-    yield f"pinning   ulimit -l: {memlock}; memory that can be had: {spelled(limit['available_bytes'])}"
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    """Yield whether a GPU can be used, and how fast it is."""
+    if report["torch"] is None:
+        return
     if report["missing"]:
-        yield from wrap(f"No GPU can be used here: {report['missing']}.", 79, break_on_hyphens=False)
-        yield 'The cache runs on device="cpu": pages in host memory, threads as'
-        yield "streams. That is complete and tested."
+        yield f"No GPU can be used here: {report['missing']}."
+        yield 'The cache runs on device="cpu": pages in host memory, threads as streams. That is complete and tested.'
         return
     if report.get("error"):
         yield f"There is a GPU, and it cannot be used: {report['error']}"

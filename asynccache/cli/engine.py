@@ -15,6 +15,9 @@ the page. This chain is the tool's own and not the cache's, so a fault in the ca
 w of a page in a pool's layer is ``value ^ salt[pool, layer][w]``, with salts drawn at random. So a page in the wrong
 slot, layer or pool, a page that is copied by half, and stale bytes all differ from what is expected. It costs one
 operation per 8 bytes.
+
+``make_device`` and ``faulty_stores`` make what an engine is given by a run's options: a device, and the faults of
+``--faults``. torch and cupy are only imported when a device is made.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,12 +37,18 @@ from asynccache.cli.meter import run_delay
 from asynccache.cli.workloads import Tokens
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
-from asynccache.memory.device import Event
+from asynccache.memory.device import Event, parse_device
+from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, attachment
+from asynccache.testing.faulty_backend import FaultyBackend
 
 if TYPE_CHECKING:
     import torch
 
+    from asynccache.memory.cpu import CpuDevice
+    from asynccache.memory.cuda.device import CudaDevice
+    from asynccache.memory.host_copies import Faults
     from asynccache.memory.signals import HostGate
+
 
 CALL_BYTES = 1 << 20
 """The bytes of a layer that one call of torch fills or compares at most, unless a single page has more."""
@@ -281,3 +291,51 @@ class Pattern:
     def _expand(self, values: torch.Tensor) -> torch.Tensor:
         rows = self._torch.bitwise_xor(values[:, None], self._salt[None, :])
         return rows.view(self._torch.uint8)[:, : self._bytes] if self._bytes % 8 else rows
+
+
+def make_device(name: str, faults: Faults) -> CpuDevice | CudaDevice:
+    """A new device with these faults, which the caller closes.
+
+    Raises:
+        ConfigError: there is no such GPU, or what it needs is not installed.
+    """
+    if parse_device(name).kind == "cpu":
+        from asynccache.memory.cpu import CpuDevice
+
+        return CpuDevice(faults=faults)
+    from asynccache.memory.cuda.device import open_device
+
+    return open_device(name, faults=faults)
+
+
+def device_faults(share: float, seed: int) -> Faults:
+    """Faults for a device: of all copies, ``share / 2`` are delayed and ``share / 4`` fail."""
+    from asynccache.memory.host_copies import Faults  # here, because it imports torch
+
+    return Faults(seed=seed, delayed=share / 2, failing=share / 4)
+
+
+@contextmanager
+def faulty_stores(share: float, seed: int) -> Iterator[None]:
+    """Give faults to all stores that are opened while this lasts. ``share``: of their calls, see ``FaultyBackend``; 0:
+    no faults. The first store draws its faults with ``seed``, and each further one with the next number."""
+    known, seeds = attachment.backend_class, iter(range(seed, seed + (1 << 30)))
+    if share:
+        attachment.backend_class = lambda scheme: _Faulty(known(scheme), share, next(seeds))
+    try:
+        yield
+    finally:
+        attachment.backend_class = known
+
+
+class _Faulty:
+    """Stands for a backend class, and gives faults to every backend that it opens."""
+
+    def __init__(self, kind: attachment.BackendClass, share: float, seed: int) -> None:
+        self._kind = kind
+        self._share = share
+        self._seed = seed
+
+    async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
+        """Open a backend as the class does. Cancelling is as for the class."""
+        return FaultyBackend(await self._kind.open(url, layout), self._share, self._seed)

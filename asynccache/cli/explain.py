@@ -14,7 +14,8 @@ import urllib.request
 from contextlib import suppress
 from typing import Annotated, Any
 
-from asynccache.cli.arguments import AsJson, CommandOptions, option
+from asynccache.cli.options import CommandOptions, Json, option
+from asynccache.cli.output import answer
 from asynccache.errors import ConfigError
 
 TIMEOUT = 30.0
@@ -28,7 +29,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     tokens: Annotated[str, option("LIST|@FILE", "the prompt's token ids, separated by commas or blanks; or @ and a "
                                                 "file that has them")]
     namespace: Annotated[str | None, option("TEXT", "the namespace (default: the one without a name)")] = None
-    json: AsJson = False
+    json: Json = None
 
 
 def execute(options: Options) -> int:
@@ -39,8 +40,8 @@ def execute(options: Options) -> int:
     """
     from asynccache.runtime.explain import describe
 
-    answer = ask(options.url, tokens(options.tokens), options.namespace)
-    print(json.dumps(answer, indent=2) if options.json else "\n".join(describe(answer)))
+    found = ask(options.url, tokens(options.tokens), options.namespace)
+    answer(found, "\n".join(describe(found)), options.json)
     return 0
 
 
@@ -75,8 +76,8 @@ def ask(url: str, prompt: list[int], namespace: str | None) -> dict[str, Any]:
         raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
     body = json.dumps({"tokens": prompt, "namespace": namespace}).encode()
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/explain", body, timeout=TIMEOUT) as answer:
-            found = json.load(answer)
+        with urllib.request.urlopen(f"{address.rstrip('/')}/explain", body, timeout=TIMEOUT) as response:
+            found = json.load(response)
     except urllib.error.HTTPError as error:
         with error:
             reason = f"{error.code} {error.reason}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ from asynccache.checks import nearest
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.output import check_writable, debugging
 from asynccache.errors import AsyncCacheError, ConfigError
+from asynccache.extras import without_torch
 
 BUG = 3
+_NO_REPORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]*:|.*\.toml$")
 COMMANDS = {
     "replay": ("options", "serve the requests of a recorded trace, and verify every page"),
     "stress": ("options", "serve made-up conversations, with faults and cancellations if wanted, and verify every "
@@ -34,9 +37,11 @@ COMMANDS = {
                          "may say"),
     "plan": ("plan", "compute from a recorded trace what each GiB of host memory or disk would save"),
     "explain": ("explain", "ask a running cache where a prompt's pages are, and what ends its match"),
+    "verify-engine": ("verify_engine", "ask an OpenAI-compatible server whether it answers from each tier of its KV "
+                                       "cache as it does without one"),
     "bench": ("bench", "measure a store: its rates and its CPU time, by size of page"),
-    "doctor": ("doctor", "show whether this machine has a GPU that can be used, how fast it is, and what the cache "
-                         "will use"),
+    "doctor": ("doctor", "show what this machine has for a cache: Python, torch, extras, the core, memory, the disk, "
+                         "and a GPU, whether it can be used and how fast it is"),
 }
 """The module of each command, which is imported only when its command runs, and the help text. A module has
 ``Options``, the settings struct that declares them, and ``execute``."""
@@ -81,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = f"{error.filename}: " if error.filename else ""
         return _refused(f"{named}{error.strerror or error}", debug)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return _refused(f"{arguments[0]} needs torch. {without_torch(error)}", debug)
         _refused(f"{type(error).__name__}: {error}; this is a bug in asynccache, --debug shows where", debug)
         return BUG
 
@@ -109,7 +116,7 @@ def _dispatch(arguments: list[str]) -> int:
     parser = Parser(prog=f"asynccache {name}", description=sentence(COMMANDS[name][1]))
     module.Options.add_arguments(parser, name)
     try:
-        options = module.Options.read(name, vars(parser.parse_intermixed_args(arguments[1:])))
+        options = module.Options.read(name, vars(parser.parse_intermixed_args(_own_json(arguments[1:]))))
         for file in ("json", "report"):
             if isinstance(path := getattr(options, file, None), str):
                 check_writable(path, f"--{file}")
@@ -117,6 +124,13 @@ def _dispatch(arguments: list[str]) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}; see asynccache {name} --help") from error
     return status
+
+
+def _own_json(arguments: list[str]) -> list[str]:
+    """The arguments, with ``--json`` made ``--json=-`` before a URL or a settings file: these belong to the command,
+    and must not be taken for the file that the JSON goes to."""
+    return ["--json=-" if word == "--json" and _NO_REPORT.match(after) else word
+            for word, after in zip(arguments, (*arguments[1:], ""), strict=False)]
 
 
 def _parser(*, whole: bool = False) -> argparse.ArgumentParser:

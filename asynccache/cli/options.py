@@ -1,25 +1,29 @@
-"""The options of ``replay`` and ``stress``, and the settings of a run made from them.
+"""The options of every command, each declared once, as a field of a ``Settings`` struct; and those of ``replay`` and
+``stress``, with the settings of a run made from them.
+
+A field that has a meaning is an option: its annotation has its type, its bounds, its help and how it is written (see
+``option``), and its default is the option's. The command line's parser is made from that, and what is given is read and
+checked by the same declaration as files, the environment and Python.
 
 An option that cannot be used is refused here, by its name and value, before anything starts. The file of ``--config``
-describes a cache, as ``asynccache.load_config`` reads it, and the run uses that cache.
-
-``--sidecars`` names pools that use the slots of another pool (the engine fills and verifies them like every pool), and
-``--replicated`` the pools that every rank holds whole instead of a part.
+describes a cache, as ``asynccache.load_config`` reads it, and the run uses that cache. ``--sidecars`` names pools that
+use the slots of another pool (the engine fills and verifies them like every pool), and ``--replicated`` the pools that
+every rank holds whole instead of a part.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import msgspec
 from msgspec import Meta
 
 from asynccache import checks
-from asynccache.cli.arguments import CommandOptions, Concurrency, Json, NotNegative, Quiet, Rate, option, parsed_device
 from asynccache.cli.run_cache import PRESET
 from asynccache.config import (
     COMPONENTS,
@@ -34,8 +38,114 @@ from asynccache.config import (
 from asynccache.configuration import load_config
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
+from asynccache.memory.device import parse_device
 from asynccache.redaction import shown
-from asynccache.settings import Amount, Count, Share
+from asynccache.settings import Amount, Count, Field, Settings, Share, fields_of
+
+MOST = 1e15
+Rate = Annotated[float, Meta(gt=0, le=MOST)]
+"""A number above 0, such as a rate or a time."""
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Concurrency = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""How many at the same time: each takes memory from the beginning."""
+
+
+def option(metavar: str, text: str, **extra: Any) -> Meta:
+    """Declare an option. ``text``: its help.
+
+    ``extra``: ``argument``, it is an argument, True, or one that may be left out, False; ``const``, the value of the
+    option alone; ``several``, it may be given more than once, and its text has a line for each; ``only``, the command
+    that has it; ``written``, the default as the help shows it; a command's name, the metavar and the help that it has
+    instead; ``parse`` and ``choices`` as in ``Field``.
+    """
+    return Meta(description=text, extra={"metavar": metavar, **extra})
+
+
+Json = Annotated[str | None, option("PATH|-", "print one JSON document in place of the text; with a PATH, write it to "
+                                              "that file and print the text", const="-")]
+Quiet = Annotated[bool, option("", "print neither progress nor a summary", const=True)]
+
+
+def parsed_device(name: str, text: str) -> str:
+    """Return ``text``, if it can be the name of a device; whether there is such a device is not looked at.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    try:
+        parse_device(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={text}: {error}") from None
+    return text
+
+
+class CommandOptions(Settings, frozen=True, kw_only=True):
+    """The options of one command, or of several that differ in a few. ``changed``: by command, the defaults that are
+    not those of the fields. ``groups``: the titles under which the help shows options; those in none come first."""
+
+    changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    @classmethod
+    def fields(cls, command: str = "") -> dict[str, Field]:
+        """Return the options of ``command`` by name."""
+        return {name: field for name, field in fields_of(cls).items()
+                if field.meaning and field.extra.get("only", command) == command}  # fmt: skip
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser, command: str = "") -> None:
+        """Add the options of ``command`` to ``parser``. What is given stays text until ``read``."""
+        defaults, fields = cls.changed.get(command, {}), cls.fields(command)
+        places: dict[str, Any] = {}
+        for title, names in cls.groups.items():
+            if here := [name for name in names if name in fields]:
+                places |= dict.fromkeys(here, parser.add_argument_group(title))
+        if places:  # a list of forty options would take a screen above the groups
+            words = [field.extra["metavar"] for field in fields.values() if "argument" in field.extra]
+            parser.usage = " ".join(("%(prog)s [options]", *words))
+        for name in dict.fromkeys((*places, *fields)):
+            field, place = fields[name], places.get(name, parser)
+            flag, default, extra = f"--{name.replace('_', '-')}", defaults.get(name, field.default), field.extra
+            metavar, meaning = extra.get(command, (extra["metavar"], field.meaning))
+            text, choices = meaning.replace("%", "%%"), ", ".join(field.choices)
+            if "argument" in extra:
+                place.add_argument(name, metavar=metavar, help=text, choices=field.choices or None,
+                                    nargs=None if extra["argument"] else "?")
+                continue
+            if isinstance(default, bool):
+                action: Any = "store_true" if "const" in extra else argparse.BooleanOptionalAction
+                text += "" if "const" in extra else f" (default: {'yes' if default else 'no'})"
+                place.add_argument(flag, action=action, default=None, help=text)
+                continue
+            many = default if isinstance(default, tuple) else () if field.required or default is None else (default,)
+            texts = [f"{one:g}" if isinstance(one, float) else str(getattr(one, "value", one)) for one in many]
+            written = extra.get("written", ",".join(texts))
+            text += (f": {choices}" if choices else "") + (f" (default: {written})" if written else "")
+            kind = {"nargs": "?", "const": extra["const"]} if "const" in extra else {
+                "action": "append" if "several" in extra else "store"}
+            place.add_argument(flag, metavar=metavar, help=text, required=field.required, **kind)
+
+    @classmethod
+    def values(cls, command: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the options of ``command`` that were given, and its own defaults. ``given``: the text of
+        each, or None.
+
+        Raises:
+            ConfigError: a text cannot be used; the message names the option, the text and what it must be.
+        """
+        found = dict(cls.changed.get(command, {}))
+        for name, field in cls.fields(command).items():
+            if (text := given.get(name)) is not None:
+                label = field.extra["metavar"] if "argument" in field.extra else f"--{name.replace('_', '-')}"
+                text = "\n".join(text) if isinstance(text, list) else text
+                found[name] = text if isinstance(text, bool) else field.read(label, text)
+        return found
+
+    @classmethod
+    def read(cls, command: str, given: Mapping[str, Any]) -> Self:
+        """Return the options of ``command``. Raises ConfigError: as ``values``, or they do not fit together."""
+        return cls(**cls.values(command, given))
+
 
 Command = Literal["replay", "stress"]
 Loop = Literal["uvloop", "asyncio"]
@@ -52,12 +162,11 @@ file."""
 DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
              "host_tokens", "swa_ratio")
 """The options that are refused beside ``--config``, because its file describes the components."""
-REPLAY: dict[str, Any] = {
-    "workload": None, "rate": 0.0, "components": ("full",), "window": 1024, "page_size": 512, "bytes_per_token": 16,
-    "layers": 1, "device_tokens": 1 << 20, "host_tokens": 1 << 23, "storage": None, "concurrency": 16,
-    "insert_outputs": False, "end_hints": 0.0, "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE,
-}
-"""The defaults of ``replay`` where they differ from those of ``stress``, which ``RunSettings`` has."""
+ROOM = {"device_tokens": 131_072, "host_tokens": 262_144}
+"""Room for tokens on device and host in ``replay`` and, by its first host size, in ``plan``: any request of a published
+trace fits. ``stress`` differs in these two alone: its cache is smaller, so that 20 seconds fill it."""
+PREFILL_RATE = 8000.0
+EVICTION = "p2c"
 
 
 def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -113,7 +222,18 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     settings about the cache repeat what it says.
     """
 
-    changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {"replay": REPLAY}
+    changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {"replay": {"workload": None, "rate": 0.0, **ROOM}}
+    groups: ClassVar[Mapping[str, Sequence[str]]] = {
+        "the load": ("speed", "limit", "workload", "duration", "requests", "rate", "concurrency", "decode_tokens",
+                     "insert_outputs", "end_hints", "shared_hints", "prefill_tokens_per_s", "cancel_rate", "faults",
+                     "seed"),
+        "the cache": ("config", "device_tokens", "host_tokens", "page_size", "bytes_per_token", "layers", "eviction",
+                      "write_policy", "device", "loop"),
+        "storage": ("storage", "prefetch_policy"),
+        "windows, recurrent states and sidecars": ("components", "window", "swa_ratio", "mamba_bytes", "sidecars"),
+        "several ranks": ("tp", "cp", "pp", "replicated", "rank_timeout", "rank_delay"),
+        "what is shown and written": ("verify", "serve", "json", "report", "quiet"),
+    }
 
     command: Command
     trace: Annotated[str | None, option("TRACE", "a trace in the Mooncake format (JSON lines)",
@@ -126,18 +246,18 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
         "SECONDS", "admit requests for so long; 20 if --requests is not given", only="stress")] = None
     requests: Annotated[Count | None, option("N", "stop after N requests", only="stress")] = None
     rate: Annotated[NotNegative, option(
-        "R", "requests that arrive per second on average; 0: as fast as the cache serves", only="stress")] = 40.0
+        "R", "requests that arrive per second on average; 0: as fast as the cache serves", only="stress")] = 20.0
     cancel_rate: Annotated[Share, option(
         "P", "share of requests that are cancelled at a random await", only="stress")] = 0.0
     faults: Annotated[Share, option(
         "P", "of all copies and backend calls, P/2 are delayed by 1-50 ms and P/4 fail; P/4 of the backend calls "
              "corrupt bytes", only="stress")] = 0.0
     components: Annotated[tuple[str, ...], option(
-        "LIST", "full, or full with swa, mamba or both", parse=_components)] = tuple(COMPONENTS)
+        "LIST", "full, or full with swa, mamba or both", parse=_components)] = ("full",)
     window: Annotated[Count, option("TOKENS", "sliding window of swa")] = 512
     page_size: Annotated[int, Meta(ge=1, le=MOST_PAGE), option("TOKENS", "tokens in a page")] = 16
     bytes_per_token: Annotated[Amount, option(
-        "BYTES", "KV of one token in all layers, of full and of swa each")] = 512
+        "BYTES", "bytes that stand for the KV of one token in all layers, of full and of swa each")] = 512
     layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS), option("N", "layers in every pool")] = 4
     mamba_bytes: Annotated[Count, option("BYTES", "one recurrent state in all layers")] = 65536
     sidecars: Annotated[str, option(
@@ -145,9 +265,11 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
                 "full, which has no bytes of its own then, and compressor states on swa; none: no sidecars",
 )] = "none"
     device_tokens: Annotated[Size, option(
-        "N|all", "room in L1; all (replay only): so much that nothing is evicted", parse=_size)] = 49152
+        "N", "tokens that the device has room for (L1)", parse=_size,
+        replay=("N|all", "tokens that the device has room for (L1); all: so many that nothing is evicted"))] = 32_768
     host_tokens: Annotated[Size, option(
-        "N|all|none", "room in L2, as for L1; none: no host tier", parse=_size)] = 98304
+        "N|none", "tokens that the host has room for (L2); none: no host tier", parse=_size,
+        replay=("N|all|none", "tokens that the host has room for (L2), as for L1; none: no host tier"))] = 49_152
     swa_ratio: Annotated[Share, option("R", "room for swa as a share of the room for full")] = 0.5
     storage: Annotated[str | tuple[str, ...] | None, option(
         "URL", "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, "
@@ -158,17 +280,17 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     insert_outputs: Annotated[bool, option("", "commit the decoded tokens as well")] = True
     verify: Annotated[bool, option("", "compare every page that the cache hands out with what was computed")] = True
     end_hints: Annotated[Share, option(
-        "P", "share of conversations whose last request tells the cache that it is the last")] = 0.5
+        "P", "share of conversations whose last request tells the cache that it is the last")] = 0.0
     shared_hints: Annotated[bool, option(
         "", "those last requests also tell how much of their prompt later requests share", only="replay")] = False
     prefill_tokens_per_s: Annotated[Rate, option(
-        "X", "tokens that the modelled engine computes per second, for time to first token")] = 8000.0
+        "X", "tokens that the modelled engine computes per second, for time to first token")] = PREFILL_RATE
     write_policy: Annotated[WritePolicy, option("NAME", "when pages are copied to L2 and L3")] = (
         WritePolicy.WRITE_THROUGH)
     prefetch_policy: Annotated[PrefetchPolicy, option("NAME", "how long a request waits for L3")] = (
         PrefetchPolicy.TIMEOUT)
     eviction: Annotated[str, option(
-        "NAME", "the policy by which pages are evicted", choices=eviction_policies)] = "p2c"
+        "NAME", "the policy by which pages are evicted", choices=eviction_policies)] = EVICTION
     device: Annotated[str, option(
         "cpu|cuda:N", "where L1 is; asynccache doctor describes the GPUs", parse=parsed_device)] = "cpu"
     seed: Annotated[Amount, option("N", "seed of everything that is drawn at random")] = 0
@@ -235,6 +357,8 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
             ConfigError: an option, or a setting in the file, cannot be used.
         """
         values = {"command": command, **cls.values(command, given)}
+        if values.get("host_tokens") == 0 and given.get("storage") is None:
+            values["storage"] = None  # a store needs a host tier, and nobody has asked for a store
         if (path := values.get("config")) is None:
             return cls(**values)
         for name in DESCRIBED:

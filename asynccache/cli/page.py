@@ -19,7 +19,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from asynccache import __version__, compiled
-from asynccache.cli.text import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent
+from asynccache.cli.output import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent
 
 Report = Mapping[str, Any]
 Point = tuple[float, float]
@@ -216,8 +216,10 @@ def first_token(report: Report) -> Figure | None:
         ("", "with", "without"),
         [*((f"p{p}" if p < 100 else "max", milliseconds(found["with"][p]), milliseconds(found["without"][p]))
            for p in (10, 25, 50, 75, 90, 99, 100)), ("mean", milliseconds(mean), milliseconds(without))],
-        "Share of requests that had their first token by then. The time is the measured wait for pages plus "
-        f"prefill, modelled at {rate} tokens/s{busy}.",
+        "Share of requests that had their first token by then. The time is the measured wait plus prefill, "
+        f"modelled at {rate} tokens/s{busy}. Without the cache, requests wait in line for the same room: "
+        f"{milliseconds(report['line_without_cache_mean_ms'])} on average, and {milliseconds(report['wait_mean_ms'])} "
+        "for room and pages with it.",
     )
 
 

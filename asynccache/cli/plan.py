@@ -15,10 +15,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, convert
 
-from asynccache.cli.arguments import CommandOptions, Json, Rate, option
 from asynccache.cli.hit_curves import curve, next_uses, optimum, policy_hits
-from asynccache.cli.output import answer, progress
-from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
+from asynccache.cli.options import EVICTION, PREFILL_RATE, ROOM, CommandOptions, Json, Rate, option
+from asynccache.cli.output import HIT_RATIO, TIER_NAMES, answer, number, percent, progress, size
 from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
 from asynccache.config import eviction_policies
 from asynccache.errors import ConfigError
@@ -56,18 +55,18 @@ class Options(CommandOptions, frozen=True, kw_only=True):
 
     trace: Annotated[str, option("TRACE", "a trace in the Mooncake format (JSON lines)", argument=True)]
     limit: Annotated[Count | None, option("N", "use the first N requests only")] = None
-    device_tokens: Annotated[Amount, option("N", "room in L1")] = 1 << 18
+    device_tokens: Annotated[Amount, option("N", "tokens that the device has room for (L1)")] = ROOM["device_tokens"]
     bytes_per_token: Annotated[Count, option(
         "BYTES", "KV of one token in all layers; as it is, keys and values of 32 layers with 8 heads of 128 elements "
                  "of 2 bytes")] = 131_072
-    prefill_tokens_per_s: Annotated[Rate, option("X", "tokens that the engine computes per second")] = 8000.0
-    host_gib: Annotated[Sizes, option("GIB,GIB", "sizes of L2", parse=_sizes)] = (64.0, 128.0, 256.0, 512.0)
+    prefill_tokens_per_s: Annotated[Rate, option("X", "tokens that the engine computes per second")] = PREFILL_RATE
+    host_gib: Annotated[Sizes, option("GIB,GIB", "sizes of L2", parse=_sizes)] = (32.0, 64.0, 128.0, 256.0)
     storage_gib: Annotated[Sizes, option(
         "GIB,GIB", "sizes of L3, together with the largest L2; empty: no L3", parse=_sizes,
-    )] = (1024.0, 2048.0, 4096.0, 8192.0)
+    )] = (512.0, 1024.0, 2048.0, 4096.0)
     host_gb_per_s: Annotated[Rate, option("X", "GB/s from host to device")] = 25.0
     storage_gb_per_s: Annotated[Rate, option("X", "GB/s from storage to host")] = 3.0
-    eviction: Annotated[str, option("NAME", "the policy in use", choices=eviction_policies)] = "p2c"
+    eviction: Annotated[str, option("NAME", "the policy in use", choices=eviction_policies)] = EVICTION
     json: Json = None
 
     def __post_init__(self) -> None:
@@ -94,14 +93,14 @@ def plan(options: Options, trace: Sequence[TraceRequest]) -> Report:
     found = curve(paths)
     tokens = sum(request.input_length for request in trace)
     steps = list(_steps(options))
-    sizes = sorted({room // BLOCK_TOKENS for _, _, room in steps})
+    rooms = sorted({room // BLOCK_TOKENS for _, _, room in steps})
     uses, times, hits = next_uses(paths), arrivals(trace, 1.0), dict[int, dict[str, int]]()
     with progress() as tell:
-        for size in sizes:
-            lru, evicts = found.found(size), size < found.blocks and options.eviction != "lru"
-            hits[size] = {"lru": lru, "optimum": optimum(paths, uses, size),
-                          "policy": policy_hits(paths, size, options.eviction, times) if evicts else lru}
-            tell(f"plan: {len(hits)} of {len(sizes)} sizes")
+        for room in rooms:
+            lru, evicts = found.found(room), room < found.blocks and options.eviction != "lru"
+            hits[room] = {"lru": lru, "optimum": optimum(paths, uses, room),
+                          "policy": policy_hits(paths, room, options.eviction, times) if evicts else lru}
+            tell(f"plan: {len(hits)} of {len(rooms)} sizes")
     return {
         "command": "plan", "trace": options.trace, "requests": len(trace),
         "seconds": (trace[-1].timestamp - trace[0].timestamp) / 1000, "tokens": tokens,
@@ -137,11 +136,11 @@ def _rows(
     and for the smallest size from not having this tier."""
     tier, gib, hits, saved = "", 0.0, 0, 0.0
     hits_above, saved_above = hits, saved
-    for name, size, room in steps:
+    for name, gibs, room in steps:
         if name != tier:
             tier, gib, hits_above, saved_above = name, 0.0, hits, saved
-        more, row, before = size - gib or 1.0, found[room // BLOCK_TOKENS], saved
-        gib, hits = size, row["policy"] * BLOCK_TOKENS
+        more, row, before = gibs - gib or 1.0, found[room // BLOCK_TOKENS], saved
+        gib, hits = gibs, row["policy"] * BLOCK_TOKENS
         saved = saved_above + (hits - hits_above) * saves(model, tier)
         yield {
             "tier": tier, "gib": round(gib, 3), "tokens": room, "hit_ratio": round(hits / tokens, 5),
@@ -156,11 +155,21 @@ def text(report: Report) -> str:
     time = f"{seconds / 3600:.2f} h" if seconds >= 360 else f"{number(seconds)} s"
     head = (f"{number(report['requests'])} requests in {time}, {number(report['tokens'])} prompt tokens: "
             f"{number(report['prefill_s'])} s of prefill")
+    model = report["model"]
+    cache = (f"L1 {number(report['rows'][0]['tokens'])} tokens, in blocks of {BLOCK_TOKENS}; "
+             f"{size(model['bytes_per_token'])} a token")
     columns = f"  {'':<10}{'GiB':>8}{'tokens':>13}{'hits':>8}{'LRU':>8}{'best':>8}{'saved':>12}{'s per GiB':>11}"
+    kept, left_out = list[Mapping[str, Any]](), dict[str, list[str]]()
+    for row in report["rows"]:
+        if kept and all(row[name] <= kept[-1][name] for name in ("hit_ratio", "lru", "optimum")):
+            left_out.setdefault(row["tier"], []).append(f"{row['gib']:g}")
+        else:
+            kept.append(row)
     rows = [f"  {TIER_NAMES[row['tier']]:<10}{row['gib']:>8g}{number(row['tokens']):>13}"
             + "".join(f"{percent(row[name], 1):>8}" for name in ("hit_ratio", "lru", "optimum"))
-            + f"{number(row['saved_s']):>10} s{row['adds_s_per_gib']:>11.2f}" for row in report["rows"]]
-    return "\n".join([head, "", columns, *rows, "", *_notes(report)])
+            + f"{number(row['saved_s']):>10} s{row['adds_s_per_gib']:>11.2f}" for row in kept]
+    rows += [f"  {TIER_NAMES[tier]} of {', '.join(sizes)} GiB: no more hits" for tier, sizes in left_out.items()]
+    return "\n".join([head, cache, "", columns, *rows, "", *_notes(report)])
 
 
 def _notes(report: Report) -> Iterator[str]:

@@ -1,19 +1,34 @@
-"""The report of a run as plain values: ``--json`` writes it, and the summary and the page are made from it.
+"""The counters of a run, and the report that is made of them as plain values: ``--json`` writes it, and the summary and
+the page are made from it. ``look`` finds what a run has left behind in the core: slots that are neither free nor in the
+tree, and pins that were not removed. ``facts`` are the cache's own counters.
 
-``look`` finds what a run has left behind in the core: slots that are neither free nor in the tree, and pins that were
-not removed. ``facts`` are the cache's own counters.
+Only prompt tokens count as hits, each token once, and only of prompts that became complete.
+
+Law: the counters need no more memory however long the run lasts.
+
+Samples of the counters are taken over time, a few hundred at most. A sample holds the counters' values and not their
+increases, so every other sample can be dropped without losing anything but detail. Whenever there are too many samples,
+every other one is dropped and the time between samples is doubled. Taking a sample costs the loop a fraction of a
+millisecond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from asynccache import compiled
-from asynccache.cli.meter import Meter, Spread, peak_rss
+from asynccache.cli.engine import Verdict
+from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
-from asynccache.cli.tally import Tally, percentiles
-from asynccache.cli.text import HIT_RATIO
+from asynccache.cli.output import HIT_RATIO
+from asynccache.cli.workloads import BLOCK_TOKENS, RunRequest
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.tree import Node
@@ -21,6 +36,205 @@ from asynccache.runtime.explain import curves
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
+
+
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of one run.
+
+    requests: those that have arrived; served, cancelled, failed: how many of them ended in this way. entered_again:
+    leases taken again after a failed load. cut_short: outputs that the cache had no room for. tokens: prompt tokens of
+    all requests whose prompt is complete; device, host, storage: those that hit, by tier. blocks, blocks_hit,
+    blocks_shared: full blocks of a trace; those that hit; those that earlier prompts have as well. verified,
+    mismatches: pages that were read back, and those that were wrong. waits: seconds from asking for a lease until its
+    pages were on the device. first_token, first_token_without: seconds to the first token with the cache and, by the
+    same model, without it; line_without: how much of the latter each request would wait in line. slowdown: how many
+    times as long the engine's work took because the machine was busy. problems: sentences for the reader; any of them
+    makes the run fail.
+    """
+
+    requests: int = 0
+    served: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    entered_again: int = 0
+    cut_short: int = 0
+    tokens: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    output_tokens: int = 0
+    blocks: int = 0
+    blocks_hit: int = 0
+    blocks_shared: int = 0
+    verified: int = 0
+    mismatches: int = 0
+    waits: Samples = field(default_factory=Samples)
+    first_token: Samples = field(default_factory=Samples)
+    first_token_without: Samples = field(default_factory=Samples)
+    line_without: Samples = field(default_factory=Samples)
+    slowdown: float = 1.0
+    problems: list[str] = field(default_factory=list)
+
+    def hit(self) -> int:
+        """Prompt tokens that the cache had, so that they were not computed."""
+        return self.device + self.host + self.storage
+
+    def prompt(
+        self, request: RunRequest, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float,
+    ) -> float:  # fmt: skip
+        """Count a prompt whose KV is complete, and return the seconds in which it would be computed without the cache.
+
+        ``cached`` of its tokens came from the cache (``hits``: from device, host and storage) after ``wait`` seconds.
+        The time for the others is modelled: ``rate`` tokens a second, times the ``slowdown`` by other work of the
+        machine. The time without the cache has the same slowdown, because it would be the same machine. What it would
+        wait in line is known to a ``Line`` when the request has ended.
+        """
+        self.tokens += request.length
+        self.device += hits[0]
+        self.host += hits[1]
+        self.storage += hits[2]
+        self.blocks += request.length // BLOCK_TOKENS
+        self.blocks_hit += cached // BLOCK_TOKENS
+        self.blocks_shared += request.shared_blocks
+        self.waits.append(wait)
+        self.slowdown = slowdown
+        self.first_token.append(wait + (request.length - cached) / rate * slowdown)
+        return request.length / rate * slowdown
+
+    def verdict(self, request: RunRequest, verdict: Verdict) -> None:
+        """Count pages of a request that were read back; wrong ones make a problem."""
+        self.verified += verdict.pages
+        if verdict.wrong:
+            self.mismatches += verdict.wrong
+            self.problem(f"request {request.number}: {verdict.wrong} of {verdict.pages} pages are wrong: "
+                         f"{'; '.join(verdict.what[:2])}")
+
+    def problem(self, sentence: str) -> None:
+        """Note a sentence about something that was wrong. The first five are kept, then "and more"."""
+        if len(self.problems) < _SHOWN:
+            self.problems.append(sentence)
+        elif len(self.problems) == _SHOWN:
+            self.problems.append("and more")
+
+
+@dataclass(slots=True)
+class Placed:
+    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``. ``held``: the seconds for which
+    it had its room in the run; None: it has it still. ``computes``: the seconds in which its prompt would be computed;
+    None: it never was."""
+
+    at: float
+    tokens: int
+    held: float | None = None
+    computes: float | None = None
+
+
+class Line:
+    """The line before the same engine without a cache, so that waiting counts on both sides.
+
+    That engine has as much room on its device (``room`` tokens). Requests come to it when they came to the cache, first
+    come, first served, and each has its room for as long as its lease lasted in the run, which is rather too short for
+    an engine that computes every prompt. Needs memory for the requests that come while one runs.
+    """
+
+    def __init__(self, tally: Tally, room: int) -> None:
+        self._tally = tally
+        self._free = room
+        self._latest = 0.0
+        self._open: deque[Placed] = deque()
+        self._running: list[tuple[float, int]] = []
+
+    def come(self, at: float, tokens: int) -> Placed:
+        """A request asks for a lease now. Every one is to be given to ``left`` later."""
+        self._open.append(Placed(at, tokens))
+        return self._open[-1]
+
+    def left(self, placed: Placed, held: float, computes: float | None) -> None:
+        """The request has released its lease, which it ``held`` for so many seconds."""
+        placed.held, placed.computes = held, computes
+        while self._open and self._open[0].held is not None:
+            self._admit(self._open.popleft())
+
+    def _admit(self, placed: Placed) -> None:
+        begin = max(placed.at, self._latest)
+        while self._running and (self._running[0][0] <= begin or self._free < placed.tokens):
+            end, tokens = heappop(self._running)
+            self._free += tokens
+            begin = max(begin, end)
+        self._latest = begin
+        self._free -= placed.tokens
+        heappush(self._running, (begin + (placed.held or 0.0), placed.tokens))
+        if placed.computes is not None:
+            self._tally.line_without.append(begin - placed.at)
+            self._tally.first_token_without.append(begin - placed.at + placed.computes)
+
+
+EVERY = 0.25
+LIMIT = 480
+
+
+class Sampler:
+    """Samples one run. To be used in the loop's thread only.
+
+    The figures of a sample are counts since the start of the run, at second ``t_s``. Three differ: ``l1`` and ``l2``
+    are the shares of FULL's pages in use at that moment, and ``lag_max_ms`` is the worst lateness of the loop since the
+    sample before.
+    """
+
+    def __init__(self, cache: AsyncCache, tally: Tally, meter: Meter) -> None:
+        self._cache = cache
+        self._tally = tally
+        self._meter = meter
+        self._every = EVERY
+        self._taken: list[dict[str, Any]] = []
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            self.take()
+            await asyncio.sleep(self._every)
+
+    def take(self) -> None:
+        """Take one sample now."""
+        statistics, tally = self._cache.statistics(), self._tally
+        l1, l2 = (round(1 - shelf.free / shelf.capacity, 4) if shelf.capacity else 0.0
+                  for shelf in (statistics.device["full"], statistics.host["full"]))
+        self._taken.append({
+            "t_s": round(self._meter.elapsed(), 3), "tokens": tally.tokens, "device": tally.device, "host": tally.host,
+            "storage": tally.storage, "l1": l1, "l2": l2, "l3_bytes": int(statistics.storage.get("bytes", 0)),
+            "evicted_device": statistics.core.evicted_device, "evicted_host": statistics.core.evicted_host,
+            "moved_bytes": {name: stage.bytes for name, stage in statistics.stages.items()},
+            "lag_max_ms": round(self._meter.worst_lag() * 1e3, 3),
+        })
+        if len(self._taken) > LIMIT:
+            self._taken = thinned(self._taken)
+            self._every *= 2
+
+    def report(self) -> dict[str, Any]:
+        """The samples as a list for each column; those of ``moved_bytes`` are by stage."""
+        columns = {name: [one[name] for one in self._taken] for name in self._taken[0]}
+        moved = columns["moved_bytes"]
+        return columns | {"moved_bytes": {stage: [one[stage] for one in moved] for stage in moved[0]}}
+
+
+def thinned(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every other sample, beginning with the first. Each one that is kept takes over the lateness of the dropped sample
+    before it if that is worse."""
+    left_out = [0.0, *(one["lag_max_ms"] for one in samples[1::2])]
+    return [one | {"lag_max_ms": max(one["lag_max_ms"], lag)} for one, lag in zip(samples[::2], left_out, strict=False)]
+
+
+def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]:
+    """The 0th to the 100th percentile of ``samples``, each times ``scale``; an empty list if there are no samples."""
+    if not samples:
+        return []
+    ordered = np.percentile(np.fromiter(samples, np.float64) * scale, range(101))
+    return [round(float(value), 3) for value in ordered]
+
 
 Report = dict[str, Any]
 
@@ -79,7 +293,8 @@ def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str,
         "settings": settings.plain(),
     }  # fmt: skip
     for name, samples in (("wait", tally.waits), ("ttft", tally.first_token),
-                          ("ttft_without_cache", tally.first_token_without)):
+                          ("ttft_without_cache", tally.first_token_without),
+                          ("line_without_cache", tally.line_without)):
         report |= {f"{name}_ms": plain(samples.spread(1e3)), f"{name}_mean_ms": round(samples.mean() * 1e3, 4)}
     hit, stages = sum(report["tokens"]["hit"].values()), report["stages"]
     if hit and stages and settings.host_tokens:

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Self
 
-from asynccache.cli.arguments import CommandOptions, Quiet, option
-from asynccache.cli.text import number, percent, size
+from asynccache.cli.options import CommandOptions, Quiet, option
+from asynccache.cli.output import number, percent, size
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import HostMemory

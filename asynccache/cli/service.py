@@ -25,8 +25,9 @@ import numpy as np
 
 from asynccache.cli.engine import NOTHING, Engine, PageRun, Values, Verdict, page_values
 from asynccache.cli.options import RunSettings
-from asynccache.cli.tally import Tally
+from asynccache.cli.report import Line, Tally
 from asynccache.cli.workloads import RunRequest, Source, Tokens
+from asynccache.config import Full
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheClosed, CacheFull, LoadFailed, RankFailure
 
@@ -61,6 +62,9 @@ class Server:
         self._engine = engine
         self._settings = settings
         self._tally = tally
+        full = cache.config.components[0]
+        assert isinstance(full, Full)
+        self._line = Line(tally, full.device_tokens)
 
     async def serve(self, request: RunRequest, places: AbstractAsyncContextManager[object] | None = None) -> None:
         """Return when the request has its output.
@@ -108,29 +112,34 @@ class Server:
     async def _leased(self, request: RunRequest, text: Text, handle: PrefetchHandle | None) -> None:
         """Serve the request under one lease."""
         settings, tally, decode, began = self._settings, self._tally, len(text.tokens) - text.prompt, time.monotonic()
-        async with self._cache.lease(
-            text.tokens[: text.prompt], new_tokens=decode // 2 if request.number % 3 == 0 else decode,
-            namespace=request.namespace, prefetch=handle, shared_tokens=request.shared_tokens,
-        ) as lease:  # fmt: skip
-            work = _Leased(settings, self._engine, request, text, lease)
-            try:
-                await lease.loaded()
-                wait = time.monotonic() - began
-                if settings.verify:
-                    tally.verdict(request, await work.verified(work.matched()))
-                await work.prefill()
-                tally.prompt(request, lease.cached, lease.hits, wait, settings.prefill_tokens_per_s,
-                             self._engine.slowdown)
-                end = await work.decode()
-                tally.output_tokens += end - text.prompt
-                tally.cut_short += end < len(text.tokens)
-                if settings.command == "stress" and settings.verify:
-                    done = (end if settings.insert_outputs else text.prompt) // settings.page_size
-                    tally.verdict(request, await work.verified(work.pages(0, done, work.window(done), held=True)))
-                lease.release(after=work.latest, ended=request.ended)
-            except BaseException:
-                lease.release(after=work.latest)
-                raise
+        placed = self._line.come(began, -(-len(text.tokens) // settings.page_size) * settings.page_size)
+        entered = computes = None
+        try:
+            async with self._cache.lease(
+                text.tokens[: text.prompt], new_tokens=decode // 2 if request.number % 3 == 0 else decode,
+                namespace=request.namespace, prefetch=handle, shared_tokens=request.shared_tokens,
+            ) as lease:  # fmt: skip
+                entered, work = time.monotonic(), _Leased(settings, self._engine, request, text, lease)
+                try:
+                    await lease.loaded()
+                    wait = time.monotonic() - began
+                    if settings.verify:
+                        tally.verdict(request, await work.verified(work.matched()))
+                    await work.prefill()
+                    computes = tally.prompt(request, lease.cached, lease.hits, wait, settings.prefill_tokens_per_s,
+                                            self._engine.slowdown)
+                    end = await work.decode()
+                    tally.output_tokens += end - text.prompt
+                    tally.cut_short += end < len(text.tokens)
+                    if settings.command == "stress" and settings.verify:
+                        done = (end if settings.insert_outputs else text.prompt) // settings.page_size
+                        tally.verdict(request, await work.verified(work.pages(0, done, work.window(done), held=True)))
+                    lease.release(after=work.latest, ended=request.ended)
+                except BaseException:
+                    lease.release(after=work.latest)
+                    raise
+        finally:
+            self._line.left(placed, 0.0 if entered is None else time.monotonic() - entered, computes)
 
 
 class _Leased:

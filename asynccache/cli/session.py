@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from asynccache import AsyncCache
 from asynccache.cli import output, report
-from asynccache.cli.engine import Engine, StandInEngine
+from asynccache.cli.engine import Engine, StandInEngine, device_faults, faulty_stores, make_device
 from asynccache.cli.entry import INTERRUPTED
-from asynccache.cli.machine import device_faults, faulty_stores, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.page import page
+from asynccache.cli.report import Sampler, Tally
 from asynccache.cli.run_cache import check_fits, configure
 from asynccache.cli.service import RequestRunner, Server
-from asynccache.cli.tally import Sampler, Tally
 from asynccache.cli.workloads import Source, StressSource, TraceSource, read_trace, survey
 from asynccache.config import CacheConfig
 from asynccache.core import audit
@@ -149,7 +148,7 @@ class Session:
             )
         ranks, own = None, dict(report.NOTHING)
         if settings.ranks > 1:
-            from asynccache.cli.ranked.ranks import Ranks
+            from asynccache.cli.ranks import Ranks
 
             ranks = Ranks(settings, config, self.tally)
         async with self._opened(config) if ranks is None else ranks.opened() as (cache, engine):
@@ -178,7 +177,7 @@ class Session:
         settings, opened = self.settings, False
         device = make_device(settings.device, device_faults(settings.faults, settings.seed))
         try:
-            cache = AsyncCache(config, device=device)
+            cache = AsyncCache(config, device=device, debug=False)
             async with AsyncExitStack() as stack:
                 with faulty_stores(settings.faults, settings.seed):
                     await stack.enter_async_context(cache)

@@ -20,9 +20,8 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Annotated, Any, Literal, cast
 
-from asynccache.cli.arguments import CommandOptions, Json, Rate, option
-from asynccache.cli.output import Tell, answer, progress
-from asynccache.cli.text import milliseconds, number, percent, size
+from asynccache.cli.options import CommandOptions, Json, Rate, option
+from asynccache.cli.output import Tell, answer, milliseconds, number, percent, progress, size
 from asynccache.errors import ConfigError
 from asynccache.settings import Count
 from asynccache.storage import (
@@ -43,8 +42,7 @@ from asynccache.storage import (
     parse_size,
     parse_url,
 )
-from asynccache.storage.checked import verify
-from asynccache.storage.scrub import in_time, pause, scrub_listed, within
+from asynccache.storage.checked import in_time, pause, scrub_listed, verify, within
 
 PROBES = 5
 WHOLE_TIMEOUT = 3600.0
@@ -85,8 +83,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         "SECONDS", "give up when the store does not answer for so long; gc and clear have an hour, because they do not "
                    "report how far they have come")] = 30.0
     json: Annotated[Json, option(
-        "PATH|-", "write the answer as JSON to a file, or to standard output (-) instead of the text; for ls one line "
-                  "for each page, and the total as the last line")] = None
+        "PATH|-", "print one JSON document in place of the text; with a PATH, write it to that file and print the text "
+                  "(ls: a line for each page, of which there may be millions, and the total as the last line)",
+        const="-")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

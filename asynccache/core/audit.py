@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from asynccache.core.cache import CacheCore
 from asynccache.core.ledger import DEVICE, HOST, Kind
 from asynccache.core.plan import SLOT_BYTES
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT, Node
 from asynccache.errors import InvariantViolation
 
 _FILLS = {Kind.BACKUP_HOST: HOST, Kind.LOAD_BACK: DEVICE}
@@ -198,14 +197,14 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
                 _require(not world.is_candidate(node, place), node, "place", place, "is evictable, waits in no order")
                 continue
             _require(node.state[place] == PRESENT, node, "place", place, "waits in an order and is not there")
-            _require(found == world.late(node, place), node, "place", place, "waits in the wrong order")
+            _require(found == world.eviction_order(node, place), node, "place", place, "waits in the wrong order")
             queue = part.queue
             _require(part in queue.slices, node, "place", place, "waits in a slice that was taken apart")
             _require(part.nodes.count(node) == 1, node, "place", place, "waits in another slice than it says")
             stamp, waits_by = node.stamp[place % world.count], part.stamps[part.nodes.index(node)]
             _require(waits_by <= stamp, node, "place", place, "waits by a later stamp than its own")
             if waits_by == stamp:
-                wanted = world.queue(node, place, world.late(node, place))
+                wanted = world.queue(node, place, world.eviction_order(node, place))
                 _require(queue is wanted, node, "place", place, "waits in another queue than the policy says")
     for place, shelf in enumerate(world.shelves):
         for order in shelf.orders:

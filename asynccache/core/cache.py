@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
-from asynccache.core.explaining import Explaining, Explanation
-from asynccache.core.holds import Hold
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
-from asynccache.core.ledger import COMPUTE, Kind
-from asynccache.core.matching import Match, Matching
+from asynccache.core.leases import EVERYTHING, Grant, LeaseRequest, Leases
+from asynccache.core.ledger import COMPUTE, CoreLease, Hold, Kind
+from asynccache.core.match import Explanation, Explanations, Match, Matches
 from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
 from asynccache.core.plan import Failing, More, Outcome, Plan, Status, Wait
-from asynccache.core.prefetching import (
+from asynccache.core.prefetch import (
     Begin,
     PrefetchBegun,
     Prefetches,
@@ -71,7 +69,7 @@ class CacheCore:
     A call takes at most about ``CoreConfig.slice_steps`` steps beside the walk along its own path. What is left then is
     done by the next slice of the call (``More``), or by ``follow_up``.
 
-    ``release``, ``claim``, ``drop_claim`` and ``prefetch_revoke`` split, evict and back up nothing, so they may be
+    ``release``, ``claim``, ``release_claim`` and ``prefetch_release`` split, evict and back up nothing, so they may be
     called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
     ``follow_up``, and ``behind`` is True while there is any.
     """
@@ -80,12 +78,12 @@ class CacheCore:
         self.config = config
         self.world = World(config)
         self._transfers = Transfers(self.world)
-        self._matching = Matching(self.world)
-        self._leases = Leases(self.world, self._transfers, self._matching)
-        self._commits = Commits(self.world, self._transfers, self._matching)
-        self._prefetches = Prefetches(self.world, self._transfers, self._matching)
+        self._matches = Matches(self.world)
+        self._leases = Leases(self.world, self._transfers, self._matches)
+        self._commits = Commits(self.world, self._transfers, self._matches)
+        self._prefetches = Prefetches(self.world, self._transfers, self._matches)
         self._invalidation = Invalidation(self.world, self._transfers.room)
-        self.explaining = Explaining(self.world, self._matching)
+        self.explanations = Explanations(self.world, self._matches)
 
     @property
     def behind(self) -> bool:
@@ -101,11 +99,11 @@ class CacheCore:
     def match(self, space: bytes, key: bytes) -> Match:
         """Return how far ``key`` is cached in the namespace ``space`` (32 bytes). The only change is that the matched
         pages become recent."""
-        return self._matching.match(space, key)
+        return self._matches.match(space, key)
 
     def explain(self, space: bytes, key: bytes) -> Explanation:
         """Return where each page of ``key`` is, and what ends its match. Changes nothing, not even recency."""
-        return self.explaining.explain(space, key)
+        return self.explanations.explain(space, key)
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
         """Return the prefix hashes that the tree has for the start of ``key``: 32 bytes a page, from the root; b"" if
@@ -228,23 +226,23 @@ class CacheCore:
 
         ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: the requests that claim the pages; see
         ``claim``. ``Wait``: its ``ops`` are backups that must end first; nothing was done. If the anchor has left the
-        tree for good, the prefetch is revoked: the plan says that it FAILED.
+        tree for good, the prefetch is released: the plan says that it FAILED.
         """
         blockers = self._prefetches.commit(op, end, hashes, holders)
         return Wait(self.world.plan(), blockers) if blockers else self.follow_up()
 
-    def prefetch_revoke(self, op: int) -> Plan:
+    def prefetch_release(self, op: int) -> Plan:
         """Give all slots of a prefetch back. To be called only when its I/O has let go of their buffers."""
-        self._prefetches.revoke(op)
+        self._prefetches.release(op)
         return self._given_back()
 
     def claim(self, holder: int, space: bytes, key: bytes) -> Plan:
         """Pin what the host has of the match of ``key``, for the request with the number ``holder``. The pins stay
-        until ``drop_claim``, or until the core needs their pages for a request that could not go on otherwise. An
+        until ``release_claim``, or until the core needs their pages for a request that could not go on otherwise. An
         earlier claim of this request is replaced."""
         path, reached = self.world.find(space, key)
         if path:
-            self._transfers.claims.take(holder, path, self._matching.ends(path, reached).union)
+            self._transfers.claims.take(holder, path, self._matches.ends(path, reached).union)
         return self._given_back()
 
     def confirm_claim(self, holder: int, firm: bool) -> None:
@@ -252,12 +250,12 @@ class CacheCore:
         the last to be taken away."""
         self._transfers.claims.confirm(holder, firm)
 
-    def drop_claim(self, holder: int) -> Plan:
+    def release_claim(self, holder: int) -> Plan:
         """Unpin the pages that ``holder`` claims. Nothing happens if it has no claim, or if its claim was taken
         away."""
         if holder not in self._transfers.claims.held:
             return self.world.plan()
-        self._transfers.claims.drop(holder)
+        self._transfers.claims.release(holder)
         return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome | Failing]) -> Plan:

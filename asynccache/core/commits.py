@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.core.holds import Hold, drop_hold, take_hold
+from asynccache.core.holds import release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.leases import CoreLease, retire
-from asynccache.core.ledger import COMPUTE, LOAD_BACK
-from asynccache.core.matching import Matching
+from asynccache.core.leases import retire
+from asynccache.core.ledger import COMPUTE, LOAD_BACK, CoreLease, Hold
+from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Compute, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, PRESENT, Node, walk
 from asynccache.core.world import World, split_at
 
 _WRITE_BACK = WritePolicy.WRITE_BACK
@@ -100,10 +99,10 @@ def _end(node: Node) -> int:
 class Commits:
     """Publishes the pages of leases in one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._count = world.count
         self._page_size = world.config.page_size
         self._policy = world.config.write_policy
@@ -132,7 +131,7 @@ class Commits:
         for node in fresh:
             self._fill(work, node)
         took = checkpoint is not None and bool(self._mamba) and self._attach(work, end, checkpoint)
-        drop_hold(world, old)
+        release_hold(world, old)
         self._keep_rest(work, end)
         computing = 0 if work.filled is None else self._await_engine(lease, work.filled)
         self._write_out(lease, end, begin, took)

@@ -15,8 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from asynccache.core.settings import ComponentKind, CoreConfig
-from asynccache.core.states import ABSENT, HERE, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, HERE, PRESENT, Node
 
 
 class Component(ABC):

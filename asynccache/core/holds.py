@@ -1,7 +1,7 @@
 """Holds: what a lease, a claim or a prefetch pins of the tree on one tier, and how these pins change.
 
 A hold pins the cells that are needed by a match which ends in a given node: FULL on the path to that node, and of the
-other components the window or state before the end. A hold is taken and dropped as a whole. A *claim* is the hold on
+other components the window or state before the end. A hold is taken and released as a whole. A *claim* is the hold on
 the host that a finished prefetch leaves behind for a request, until that request has its lease.
 
 Law of splits: a hold finds its nodes again only by ``end`` and the borders in ``lows``. When a node splits, its object
@@ -9,33 +9,17 @@ becomes the suffix, so ``end`` stays right, and the new prefix gets a copy of th
 the end node up to a border always finds the same pins.
 
 Law of claims: nothing waits for a claim for good. A request that could not go on otherwise takes claims away
-(``let_go``). The request that lost its claim only computes the pages that it would have found. A claim pins nodes whose
-FULL is PRESENT on the host, so these nodes stay as long as the claim does.
+(``release_one``). The request that lost its claim only computes the pages that it would have found. A claim pins nodes
+whose FULL is PRESENT on the host, so these nodes stay as long as the claim does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynccache.core.ledger import DEVICE, HOST
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node
-from asynccache.core.world import NOWHERE, World
-
-
-class Hold:
-    """The pins on ``tier`` for a match that ends in the node ``end``.
-
-    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
-    which is a node's border; NOWHERE: on none.
-    """
-
-    __slots__ = ("end", "lows", "tier")
-
-    def __init__(self, end: Node, tier: int, components: int) -> None:
-        self.end = end
-        self.tier = tier
-        self.lows = [NOWHERE] * components
+from asynccache.core.ledger import DEVICE, HOST, NOWHERE, Hold
+from asynccache.core.tree import PRESENT, Node
+from asynccache.core.world import World
 
 
 def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, *, floor: int = 0) -> Hold:
@@ -49,14 +33,14 @@ def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, *, floor
     return hold
 
 
-def drop_hold(world: World, hold: Hold) -> None:
+def release_hold(world: World, hold: Hold) -> None:
     """Undo ``take_hold``."""
-    drop_until(world, hold, NOWHERE)
+    release_until(world, hold, NOWHERE)
     world.unpin_full(hold.end, hold.tier)
 
 
-def drop_until(world: World, hold: Hold, border: int) -> None:
-    """Drop the auxiliary pins on nodes that end at page ``border`` or before."""
+def release_until(world: World, hold: Hold, border: int) -> None:
+    """Release the auxiliary pins on nodes that end at page ``border`` or before."""
     for c in range(world.count - 1, 0, -1):
         if hold.lows[c] < border:
             hold.lows[c] = world.unpin_run(hold.end, c, hold.tier, hold.lows[c], border)
@@ -71,7 +55,7 @@ def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
     if end is hold.end:
         return hold
     shorter = take_hold(world, end, end.end, hold.tier)
-    drop_hold(world, hold)
+    release_hold(world, hold)
     return shorter
 
 
@@ -87,24 +71,17 @@ class Claims:
         self.held: dict[int, Hold] = {}
 
     def take(self, holder: int, path: Sequence[Node], target: int) -> None:
-        """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``. An earlier
-        claim of the same holder is dropped; the new one is firm if that was."""
+        """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``: up to the
+        deepest node that begins before that page and has FULL on the host. An earlier claim of the same holder is
+        released; the new one is firm if that was."""
         before = self.held.pop(holder, None)
-        end = self._on_host(path, target)
-        if end is not None:
-            self.held[holder] = take_hold(self._world, end, min(target, end.end), HOST)
+        for end in reversed(path):
+            if end.parent.end < target and end.state[self._world.count] == PRESENT:  # type: ignore[union-attr]
+                self.held[holder] = take_hold(self._world, end, min(target, end.end), HOST)
+                break
         if before is not None:
             self._unpin(before)
         self._firm.intersection_update(self.held)
-
-    def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
-        """Return the deepest node of ``path`` that begins before page ``target`` and has FULL on the host; None if
-        there is none."""
-        for node in reversed(path):
-            start = node.parent.end  # type: ignore[union-attr]
-            if start < target and node.state[self._world.count] == PRESENT:
-                return node
-        return None
 
     def confirm(self, holder: int, firm: bool) -> None:
         """Note whether the request of ``holder`` stands in line. Nothing happens if it has no claim."""
@@ -112,23 +89,23 @@ class Claims:
         if firm and holder in self.held:
             self._firm.add(holder)
 
-    def drop(self, holder: int) -> None:
-        """Drop the claim of ``holder``. Nothing happens if it has none, or it was taken away."""
+    def release(self, holder: int) -> None:
+        """Release the claim of ``holder``. Nothing happens if it has none, or it was taken away."""
         self._firm.discard(holder)
         claim = self.held.pop(holder, None)
         if claim is not None:
             self._unpin(claim)
 
     def _unpin(self, claim: Hold) -> None:
-        drop_hold(self._world, claim)
+        release_hold(self._world, claim)
         self._world.freed = True
 
-    def drop_dead(self) -> None:
-        """Drop all claims in namespaces that were invalidated: nobody matches there any more."""
+    def release_dead(self) -> None:
+        """Release all claims in namespaces that were invalidated: nobody matches there any more."""
         for holder in [holder for holder, claim in self.held.items() if claim.end.root.dead]:
-            self.drop(holder)
+            self.release(holder)
 
-    def let_go(self, firm: bool) -> bool:
+    def release_one(self, firm: bool) -> bool:
         """Take one claim away. Return False if there is none to take.
 
         Claims of requests that do not stand in line go first, and the oldest of these before the others, since its
@@ -141,5 +118,5 @@ class Claims:
         if holder is None:
             return False
         self._world.steps += 1
-        self.drop(holder)
+        self.release(holder)
         return True

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
+from asynccache.core.holds import release_hold, release_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
-from asynccache.core.matching import Ends, Matching
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, NOWHERE, ON_DEVICE, RETIRE, CoreLease, Operation
+from asynccache.core.match import Ends, Matches
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
-from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
-from asynccache.core.world import NOWHERE, PASSED, World, split_at
+from asynccache.core.tree import ABSENT, ARRIVING, PRESENT, Node, walk
+from asynccache.core.world import PASSED, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
@@ -47,45 +46,6 @@ class LeaseRequest(NamedTuple):
     shared: int = EVERYTHING
 
 
-class CoreLease:
-    """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
-    in tokens.
-
-    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
-    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
-    exist up to here.
-
-    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
-    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
-    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
-    failed. ``length``: how many tokens are committed so far.
-
-    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
-    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
-    decoding needs no window any more.
-    """
-
-    __slots__ = (
-        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from",
-        "released", "reserved", "shared", "states", "valid",
-    )  # fmt: skip
-
-    def __init__(self, lease_id: int, hold: Hold) -> None:
-        self.id = lease_id
-        self.hold = hold
-        self.own: list[bytes] = []
-        self.own_from: list[int] = []
-        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
-        self.loads: tuple[int, ...] = ()
-        self.shared = NOWHERE
-        self.states = b""
-        self.valid: int | None = None
-        self.released = False
-
-    def __repr__(self) -> str:
-        return f"<Lease {self.id} cached={self.cached} length={self.length} reserved={self.reserved}>"
-
-
 class Grant(NamedTuple):
     """The lease that was granted, and the plan of what must be done for it."""
 
@@ -108,10 +68,10 @@ def _limit(lease: CoreLease, valid: int) -> None:
 class Leases:
     """Grants, grows and releases leases in one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._count = world.count
         self._page_size = world.config.page_size
         self._swa = world.swa
@@ -132,10 +92,14 @@ class Leases:
     def _attempt(self, ask: LeaseRequest, root: Node) -> Grant | Wait | More:
         stop = min(len(ask.key), ask.limit * TOKEN_BYTES)
         tried: set[tuple[int, bool]] = set()
+        # With a window, each end is tried twice: the second time the node is cut in which the window begins, so that no
+        # more than the window is pinned.
+        cuts = (False, True) if self._swa else (False,)
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
-            ends = self._matching.ends(path, reached)
-            for target, exact in self._ways(ask, path, ends):
+            ends = self._matches.ends(path, reached)
+            targets = self._targets(ask, path, ends)
+            for target, exact in [(target, cut) for target in targets for cut in cuts]:
                 if (target, exact) not in tried:
                     break
             else:
@@ -168,21 +132,13 @@ class Leases:
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def _ways(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
-        """Return the match ends to try, best first, as pairs: the end in pages, and True if the node in which the
-        window of that end begins is to be cut, so that no more than the window is pinned."""
-        targets = self._targets(ask, path, ends)
-        if not self._swa:
-            return [(target, False) for target in targets]
-        return [(target, cut) for target in targets for cut in (False, True)]
-
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
         """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
         0, because the pages of the match themselves may take the room that the request needs."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
-            lacking = self._matching.missing(path, ends.union)
+            lacking = self._matches.missing(path, ends.union)
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
@@ -209,7 +165,7 @@ class Leases:
         if room is FREE:
             lease = self._grant(CoreLease(self._next, hold), ask, path, ends, target, loads, own)
         else:
-            drop_hold(self._world, hold)
+            release_hold(self._world, hold)
         for node, mask in loads:
             world.unpin(node, HOST, mask.bit_length() - 1)
         return room, lease
@@ -297,7 +253,7 @@ class Leases:
         lease.own_from = [target] * self._count
         if self._mamba:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
-        self._matching.touch(lease.hold.end, target)
+        self._matches.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
         if ask.load:
             self._clone(lease, path)
@@ -349,7 +305,7 @@ class Leases:
                     _limit(lease, start)
             if not top.root.dead:
                 self._world.cut_off(top)
-                self._transfers.claims.drop_dead()
+                self._transfers.claims.release_dead()
         self._transfers.unpark(op)
 
     # growing and shrinking
@@ -368,7 +324,9 @@ class Leases:
         if room is SLICE:
             return More(self._world.plan())
         if room is not FREE:
-            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else self._copies())
+            ops = self._world.ledger.ops.values()
+            copies = tuple([op.id for op in ops if DEVICE in op.tiers])  # they end without waiting for storage
+            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else copies)
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -391,13 +349,8 @@ class Leases:
             node = node.parent
         if node.parent is not None and node.parent.end < first < node.end:
             split_at(self._world, node, first)
-        drop_until(self._world, hold, first)
+        release_until(self._world, hold, first)
         return True
-
-    def _copies(self) -> tuple[int, ...]:
-        """Return the ids of the operations that pin device pages. They end without waiting for storage."""
-        ops = self._world.ledger.ops.values()
-        return tuple([op.id for op in ops if DEVICE in op.tiers])
 
     def advance(self, lease: CoreLease, position: int) -> Plan:
         """See ``CacheCore.advance``."""
@@ -405,7 +358,7 @@ class Leases:
         if swa:
             window = self._world.config.components[swa].window
             border = max(0, position - window - self._page_size) // self._page_size
-            drop_until(self._world, lease.hold, border)
+            release_until(self._world, lease.hold, border)
             lease.border = border
             passed = min(max(0, border - lease.own_from[swa]), len(lease.own[swa]) // SLOT_BYTES)
             if passed:
@@ -438,11 +391,11 @@ class Leases:
         lease.released = True
         del self.active[lease.id]
         if used:
-            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-            self._matching.use(lease.hold.end, lease.forked)
+            self._matches.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matches.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
-        drop_hold(self._world, lease.hold)
+        release_hold(self._world, lease.hold)
         slots = lease.own[:]
         if self._mamba:
             slots[self._mamba] = self._leave_clones(lease)

@@ -1,5 +1,5 @@
-"""The ledger: the operations in flight, with the fragments of the tree that each one covers, and the free slots of each
-component on each tier.
+"""The ledger: the operations in flight, with the fragments of the tree that each one covers; what requests hold of the
+tree, and leases; the free slots of each component on each tier.
 
 An operation opens once, is given exactly one outcome, and closes. It covers fragments, root first. A fragment is a
 node, and when that node splits, both pieces take its place. So an operation always covers exactly the pages that it was
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asynccache.core.plan import SLOT_BYTES, Status
+from asynccache.core.tree import Node
 from asynccache.errors import InvariantViolation
-
-if TYPE_CHECKING:
-    from asynccache.core.leases import CoreLease
-    from asynccache.core.tree import Node
 
 
 class Kind(IntEnum):
@@ -39,6 +36,9 @@ class Kind(IntEnum):
 DEVICE: Final = 0
 HOST: Final = 1
 
+# The page number that stands for a border which does not exist. It is larger than every other.
+NOWHERE: Final = 1 << 60
+
 # Reading a member from its Enum costs a quarter of a microsecond, a module's name almost nothing.
 BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH, COMPUTE = Kind
 
@@ -51,7 +51,7 @@ _PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (H
 ON_DEVICE = (BACKUP_HOST, LOAD_BACK, CLONE, RETIRE)
 
 # A covered node; a bit for each component whose data moves; the last component that is pinned, with all before it.
-Fragment = tuple["Node", int, int]
+Fragment = tuple[Node, int, int]
 
 
 class Operation:
@@ -80,6 +80,60 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"<{self.kind.name} {self.id} {[node.end for node, _, _ in self.fragments]}{' doomed' * self.doomed}>"
+
+
+class Hold:
+    """The pins on ``tier`` for a match that ends in the node ``end``.
+
+    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
+    which is a node's border; NOWHERE: on none.
+    """
+
+    __slots__ = ("end", "lows", "tier")
+
+    def __init__(self, end: Node, tier: int, components: int) -> None:
+        self.end = end
+        self.tier = tier
+        self.lows = [NOWHERE] * components
+
+
+class CoreLease:
+    """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
+    in tokens.
+
+    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
+    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
+    exist up to here.
+
+    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
+    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
+    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
+    failed. ``length``: how many tokens are committed so far.
+
+    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
+    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
+    decoding needs no window any more.
+    """
+
+    __slots__ = (
+        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from",
+        "released", "reserved", "shared", "states", "valid",
+    )  # fmt: skip
+
+    def __init__(self, lease_id: int, hold: Hold) -> None:
+        self.id = lease_id
+        self.hold = hold
+        self.own: list[bytes] = []
+        self.own_from: list[int] = []
+        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
+        self.loads: tuple[int, ...] = ()
+        self.shared = NOWHERE
+        self.states = b""
+        self.valid: int | None = None
+        self.released = False
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.id} cached={self.cached} length={self.length} reserved={self.reserved}>"
 
 
 class Ledger:
@@ -138,12 +192,14 @@ _SHORT = 16 * SLOT_BYTES
 
 class SlotPool:
     """The slots ``0 .. capacity - 1``, free until they are taken. The pool is a stack: what was given back last is
-    taken first. ``left``: how many slots are free."""
+    taken first. ``left``: how many slots are free. ``given``: what was given back since somebody emptied the list;
+    None: nobody asks."""
 
-    __slots__ = ("_runs", "capacity", "left")
+    __slots__ = ("_runs", "capacity", "given", "left")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, given: list[bytes] | None = None) -> None:
         self.capacity = self.left = capacity
+        self.given = given
         slots = array("i", range(capacity)).tobytes()
         self._runs = [slots[at : at + _RUN] for at in range(0, len(slots), _RUN)][::-1]
 
@@ -180,6 +236,8 @@ class SlotPool:
         if not slots:
             return
         self.left += len(slots) // SLOT_BYTES
+        if self.given is not None:
+            self.given.append(slots)
         runs = self._runs
         if runs and len(slots) + len(runs[-1]) <= _SHORT:
             runs[-1] = slots + runs[-1]

@@ -21,9 +21,8 @@ from asynccache.core.ledger import BACKUP_STORAGE, DEVICE, HOST
 from asynccache.core.plan import Cleared, Medium, More, Plan
 from asynccache.core.room import RoomMaker
 from asynccache.core.settings import Access
-from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node
+from asynccache.core.tree import PRESENT, Node
 from asynccache.core.world import Walk, World
 
 _HASHES = 32  # how many hashes are listed in a step
@@ -131,7 +130,7 @@ class Invalidation:
                 root.dead, root.mute = True, space is None
                 world.dead_roots.append(root)
                 self._walks.append(Walk(world, [root]))
-        claims.drop_dead()
+        claims.release_dead()
 
     def sweep(self) -> bool:
         """Drop some of the nodes below dead roots that nothing pins any more. Return True if there may be more of

@@ -1,9 +1,9 @@
 """Plans, the decisions of core calls: effects for the runtime to perform, and the operations that ended.
 
 Values only. A core call that decides anything returns one frozen ``Plan``, or a value that carries one. The
-runtime enqueues the plan's effects before the next ``await``, performs them, and answers each ``op`` with exactly one
-``Outcome``. The outcome of a ``Retire`` is always DONE. Slot lists are ``bytes`` of little-endian int32 slots, in token
-order. Hashes are 32 bytes a page, joined.
+runtime enqueues the plan's effects before the next ``await``, performs them, and answers each operation with exactly
+one ``Outcome``. The outcome of a ``Retire`` is always DONE. Slot lists are ``bytes`` of little-endian int32 slots, in
+token order. Hashes are 32 bytes a page, joined.
 """
 
 from __future__ import annotations
@@ -47,11 +47,21 @@ class StoredPages(NamedTuple):
     slots: bytes
 
 
-class BackupHost(NamedTuple):
-    """Copy from device to host. Until the outcome nobody changes the sources of ``moves`` or takes their
-    destinations."""
+MOST_OPS: Final = 256
+MOST_BYTES: Final = 1 << 20
+"""The most operations, and the most bytes of slots on either side, of a ``BackupHost`` with several operations. So it
+is no long message, wherever a worker is, unless one operation alone is."""
 
-    op: int
+
+class BackupHost(NamedTuple):
+    """Copy from device to host. Until the outcomes nobody changes the sources of ``moves`` or takes their destinations.
+
+    Backups that a call decides one after the other, with no other copy in between, are one effect with all their
+    operations, so that later steps cost about as much for many as for one. Each of ``ops`` has an outcome of its own.
+    In the slot lists of ``moves`` the slots of an operation stand together, in the order of ``ops``.
+    """
+
+    ops: tuple[int, ...]
     moves: tuple[Move, ...]
 
 
@@ -116,6 +126,13 @@ class Cleared(NamedTuple):
 Event = Publish | Cleared
 Copy = BackupHost | LoadBack | Clone
 Effect = Copy | BackupStorage | Retire | Compute | Event
+
+
+def operations(effect: Effect) -> tuple[int, ...]:
+    """Return the ids of the operations that begin with ``effect``; none if it is a KV event."""
+    if isinstance(effect, BackupHost):
+        return effect.ops
+    return () if isinstance(effect, (Publish, Cleared)) else (effect.op,)
 
 
 class Ended(NamedTuple):

@@ -4,7 +4,7 @@ On the device, what was condemned ahead of time goes first, then the coldest, wh
 If the coldest cell is an only copy, its backup is started and awaited, unless the new copy would be the first to leave
 the host again. If the host has no room for the backup, there are three steps. The device drops the cell if storage has
 it. Else operations in flight on the host are awaited (those of storage only while storage is not late), and then
-claims are let go. The last resort is to drop an only copy that the host would keep; such drops are counted.
+claims are released. The last resort is to drop an only copy that the host would keep; such drops are counted.
 
 On the host, copies of pages that stay on the device go first, so that both tiers together hold as many pages as they
 can. Then the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
@@ -37,8 +37,7 @@ from asynccache.core.ledger import (
 )
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
-from asynccache.core.states import ABSENT, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, PASSED, World
 
 # How many copies a drain passes over, for one backup, that storage does not take.
@@ -115,7 +114,7 @@ class RoomMaker:
             while slots.left < need:
                 room = self._evict_next(place, EARLY) if early.slices else SHORT
                 if room is SHORT:
-                    room = self._late(place, need)
+                    room = self._evict_coldest(place, need)
                 if room is not FREE:
                     return room
                 if world.steps >= world.limit and slots.left < need:
@@ -219,7 +218,7 @@ class RoomMaker:
                         world.offer(parent, count)
         return FREE
 
-    def _late(self, place: int, need: int) -> Room:
+    def _evict_coldest(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
         only copy on the device, start its backup and those of the other cells that must go, and return what to wait
         for."""
@@ -231,7 +230,7 @@ class RoomMaker:
             return FREE
         verdict = self.judge(node, place)
         if verdict is OUTDONE:
-            self._give_up(node, place)
+            self._evict_outdone(node, place)
             return FREE
         self._world.offer(node, place)
         if verdict is OPEN:
@@ -278,7 +277,7 @@ class RoomMaker:
         assert parent is not None
         return (node.end - parent.end) / (node.end - start)
 
-    def _give_up(self, node: Node, place: int) -> None:
+    def _evict_outdone(self, node: Node, place: int) -> None:
         """Evict a device cell that is outdone. FULL of a leaf goes with it."""
         if place and self._world.is_candidate(node, 0):
             self._world.condemn(node, 0)
@@ -312,7 +311,7 @@ class RoomMaker:
             if verdict is EXPENDABLE:
                 self.evict(node, place)
             elif verdict is OUTDONE:
-                self._give_up(node, place)
+                self._evict_outdone(node, place)
             else:
                 room = self._save(node) if verdict is UNSAVED else SLICE
                 world.offer(node, place)
@@ -324,7 +323,7 @@ class RoomMaker:
                         pause = SAVING
                 elif self._is_stored(node, place):
                     return SHORT
-                elif self.host_is_busy() or not self._claims.let_go(True):
+                elif self.host_is_busy() or not self._claims.release_one(True):
                     break
                 else:
                     pages = 0

@@ -72,6 +72,7 @@ class CoreConfig:
     state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
     ``remember``: how many nodes that left the tree are remembered, to tell why a request missed. ``storage``: True if a
     store that is written is attached from the beginning. ``publish``: True if plans have KV events.
+    ``note_given``: True if device slots that are given back are noted (``SlotPool.given``).
     ``write_back_watermark``: a share of the smaller tier, 0 to 1. ``slice_steps``: see ``SLICE_STEPS``.
     """
 
@@ -88,6 +89,7 @@ class CoreConfig:
     write_back_watermark: float = 0.1
     slice_steps: int = SLICE_STEPS
     remember: int = 0
+    note_given: bool = False
 
 
 POLICIES: dict[str, Callable[[CoreConfig], Any]] = {}

@@ -33,7 +33,6 @@ from asynccache.core.ledger import (
 )
 from asynccache.core.plan import (
     SLOT_BYTES,
-    BackupHost,
     BackupStorage,
     Clone,
     LoadBack,
@@ -45,8 +44,7 @@ from asynccache.core.plan import (
 )
 from asynccache.core.room import FREE, OPEN, SHORT, SLICE, UNSAVED, Cost, Room, RoomMaker
 from asynccache.core.settings import Access
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, PRESENT, Node
 from asynccache.core.world import LATE, Walk, World
 from asynccache.errors import InvariantViolation
 
@@ -190,7 +188,7 @@ class Transfers:
         room = self._host_room(chain[-1][0], needs, cost)
         if room is FREE:
             op = world.ledger.open(BACKUP_HOST)
-            world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
+            world.backup(op, self._start(op, chain, DEVICE, HOST))
         return room
 
     def _fitting(self, chain: list[tuple[Node, int]]) -> tuple[list[int], list[tuple[Node, int]]]:
@@ -237,7 +235,7 @@ class Transfers:
         """Start loading the components (a bit each) of each node in ``loads``, root first. The caller has made room.
         Returns the operation."""
         op = self._world.ledger.open(LOAD_BACK)
-        self._world.effect(LoadBack(op.id, self._start(op, loads, HOST, DEVICE)))
+        self._world.copy(LoadBack(op.id, self._start(op, loads, HOST, DEVICE)))
         return op
 
     def open_clone(self, node: Node, component: int, slot: bytes) -> Operation:
@@ -247,7 +245,7 @@ class Transfers:
         after = next((op.id for op in node.ops if op.kind is LOAD_BACK and _moves(op, node) >> component & 1), 0)
         op = world.ledger.open(CLONE)
         world.cover(op, node, 1 << component)
-        world.effect(Clone(op.id, (Move(self._kinds[component], node.slots[component], slot),), after))
+        world.copy(Clone(op.id, (Move(self._kinds[component], node.slots[component], slot),), after))
         return op
 
     # backup_storage

@@ -1,20 +1,65 @@
-"""The shape of the radix tree: nodes, and the walk down from the root. Slots, pins and policies are none of its
-concern.
+"""The shape of the radix tree: nodes, the states of their cells, the walk down from the root, and a short memory of the
+nodes that left. Slots, pins and policies are none of its concern.
 
 A node's key is a run of whole pages; children are found by their first page. ``end`` is the position after the node,
 in pages from the root. A node that left the tree has no parent, like a root, and never comes back.
+
+A cell, one component of a node on one tier, is in one of four states. These are the only steps between them:
+
+    ABSENT   -> PRESENT   an insert brought the data
+    ABSENT   -> ARRIVING  an operation will bring it
+    ARRIVING -> PRESENT   that operation is DONE
+    ARRIVING -> ABSENT    that operation FAILED
+    ARRIVING -> LEAVING   doomed: FULL failed to arrive at a node that this cell's operation covers, or above such a
+                          node; the operation's own I/O still runs
+    LEAVING  -> ABSENT    the I/O has its outcome, DONE or FAILED; only now are the slots free
+    PRESENT  -> ABSENT    evicted
+
+Any other step is a bug. Code that changes a state asks ``MAY`` first, so an illegal step raises an error and changes
+nothing. States are small integers and no Enum, because they are read on every step of a walk.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
 
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.states import ABSENT, NAMES
+from asynccache.errors import InvariantViolation
 
 if TYPE_CHECKING:
     from asynccache.core.eviction import Slice
     from asynccache.core.ledger import Operation
+
+ABSENT: Final = 0
+ARRIVING: Final = 1
+PRESENT: Final = 2
+LEAVING: Final = 3
+
+# A match may count on device data in these states: a lease waits for what is ARRIVING.
+HERE: Final = (PRESENT, ARRIVING)
+
+NAMES = ("ABSENT", "ARRIVING", "PRESENT", "LEAVING")
+
+_LEGAL = frozenset(
+    {
+        (ABSENT, PRESENT),
+        (ABSENT, ARRIVING),
+        (ARRIVING, PRESENT),
+        (ARRIVING, ABSENT),
+        (ARRIVING, LEAVING),
+        (LEAVING, ABSENT),
+        (PRESENT, ABSENT),
+    }
+)
+
+# MAY[old][new] is True if that step is legal.
+MAY = tuple(tuple((old, new) in _LEGAL for new in range(4)) for old in range(4))
+
+
+def illegal(old: int, new: int) -> InvariantViolation:
+    """Return the error to raise where ``MAY`` says no."""
+    return InvariantViolation(f"illegal step {NAMES[old]} -> {NAMES[new]}")
 
 
 class Node:
@@ -203,3 +248,45 @@ def cut(node: Node, pages: int, page_bytes: int) -> Node:
     prefix.unsavable, prefix.heat, prefix.used = node.unsavable, node.heat, node.used
     prefix.name, node.name = node.name, 0
     return prefix
+
+
+class Gone(IntEnum):
+    """The tier from which a page left the tree, when no other tier had it. NEVER: nothing is remembered of the page.
+    STORED: the page was in storage when it left."""
+
+    NEVER = 0
+    DEVICE = 1
+    HOST = 2
+    STORED = 3
+
+
+class Ghosts:
+    """Remembers up to ``limit`` nodes that left the tree, to tell why a request missed. A request misses at the page
+    where the tree ends. So the first page of each node that left is remembered, together with the node that it hung
+    below, and only nodes whose parent is still in the tree can be found again.
+
+    There are two generations, each half of what may be kept; when the younger one is full, the older one is dropped. So
+    to remember a page costs one assignment, and nothing is ever searched for.
+    """
+
+    __slots__ = ("_half", "_old", "_young")
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(1, limit // 2)
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def note(self, parent: Node, page: bytes, gone: int) -> None:
+        """Remember that the node below ``parent`` that began with ``page`` has left the tree. ``gone``: a ``Gone``, the
+        tier that it left. A root is known by its digest, not its identity, since a root may be dropped and made
+        again."""
+        young = self._young
+        # The key is that of ``find``, but without a call, since every eviction pays for it.
+        young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone
+        if len(young) >= self._half:
+            self._old, self._young = young, {}
+
+    def find(self, parent: Node, page: bytes) -> Gone:
+        """Return what became of ``page``, which would follow ``parent``."""
+        mark = (id(parent) if parent.end else hash(parent.hashes)) + hash(page)
+        return Gone(self._young.get(mark) or self._old.get(mark) or 0)

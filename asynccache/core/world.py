@@ -22,21 +22,47 @@ from typing import Final
 
 from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
-from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.ledger import DEVICE, HOST, Ledger, Operation, SlotPool
-from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.ledger import DEVICE, HOST, NOWHERE, Ledger, Operation, SlotPool
+from asynccache.core.plan import (
+    EMPTY,
+    FREED,
+    MOST_BYTES,
+    MOST_OPS,
+    SLOT_BYTES,
+    BackupHost,
+    Clone,
+    Effect,
+    Ended,
+    LoadBack,
+    Medium,
+    Move,
+    Plan,
+    Publish,
+    Status,
+)
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
-from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
-from asynccache.core.tree import Node, Root, cut, cut_off, link, unlink, walk
+from asynccache.core.tree import (
+    ABSENT,
+    LEAVING,
+    MAY,
+    PRESENT,
+    Ghosts,
+    Node,
+    Root,
+    cut,
+    cut_off,
+    illegal,
+    link,
+    unlink,
+    walk,
+)
 from asynccache.errors import InvariantViolation
 
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
 EARLY: Final = 0
 LATE: Final = 1
-# The page number that stands for a border which does not exist. It is larger than every other.
-NOWHERE: Final = 1 << 60
 PASSED: Final = 16
 
 # How many bits of ``Node.stored`` are for components. The era stands above them.
@@ -58,8 +84,8 @@ class Shelf:
 
     __slots__ = ("evictable", "orders", "policy", "slots")
 
-    def __init__(self, place: int, capacity: int, policy: EvictionPolicy) -> None:
-        self.slots = SlotPool(capacity)
+    def __init__(self, place: int, capacity: int, policy: EvictionPolicy, given: list[bytes] | None = None) -> None:
+        self.slots = SlotPool(capacity, given)
         self.evictable = 0
         self.policy = policy
         self.orders = (Order(place, 0), Order(place, type(policy).queues))
@@ -116,7 +142,8 @@ class World:
         self.shelves: list[Shelf] = []
         for place, capacity in enumerate(capacities):
             chooses = place >= self.last_base and not (place % self.count and self.policy.full_only)
-            self.shelves.append(Shelf(place, capacity, self.policy if chooses else Lru()))
+            given: list[bytes] | None = [] if config.note_given and place < self.count else None
+            self.shelves.append(Shelf(place, capacity, self.policy if chooses else Lru(), given))
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}
@@ -135,14 +162,47 @@ class World:
         self.limit = config.slice_steps
         self._era_began = 0
         self._effects: list[Effect] = []
+        self._backups: list[int] = []
+        self._moves: list[tuple[Move, ...]] = []
+        self._moved = 0
         self._ended: list[Ended] = []
         self.freed = False
 
     # the plan under construction
 
     def effect(self, effect: Effect) -> None:
-        """Add an effect to the plan under construction."""
+        """Add an effect to the plan under construction: any but a copy."""
         self._effects.append(effect)
+
+    def copy(self, effect: LoadBack | Clone) -> None:
+        """Add a copy to the plan under construction, behind the backups that were decided before it."""
+        if self._backups:
+            self._join_backups()
+        self._effects.append(effect)
+
+    def backup(self, op: Operation, moves: tuple[Move, ...]) -> None:
+        """Add a copy to the host to the plan under construction: an effect with the backups before it (``BackupHost``)
+        if no other copy came in between, and they do not become too many together."""
+        size = 0
+        for move in moves:
+            size += len(move.src)
+        if self._backups and (len(self._backups) >= MOST_OPS or self._moved + size > MOST_BYTES):
+            self._join_backups()
+        self._backups.append(op.id)
+        self._moves.append(moves)
+        self._moved += size
+
+    def _join_backups(self) -> None:
+        moves = self._moves[0]
+        if len(self._backups) > 1:
+            every = [move for some in self._moves for move in some]
+            moves = tuple([
+                Move(kind, b"".join([move.src for move in every if move.component == kind]),
+                     b"".join([move.dst for move in every if move.component == kind]))
+                for kind in sorted({move.component for move in every})
+            ])  # fmt: skip
+        self._effects.append(BackupHost(tuple(self._backups), moves))
+        self._backups, self._moves, self._moved = [], [], 0
 
     def end(self, op: Operation, status: Status) -> None:
         """Close ``op``, which ended with ``status``, and say so in the plan."""
@@ -157,6 +217,8 @@ class World:
     def plan(self) -> Plan:
         """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
         self.limit = self.steps + self.config.slice_steps
+        if self._backups:
+            self._join_backups()
         if not self._effects and not self._ended:
             if not self.freed:
                 return EMPTY
@@ -311,7 +373,7 @@ class World:
 
     # eviction orders
 
-    def late(self, node: Node, place: int) -> int:
+    def eviction_order(self, node: Node, place: int) -> int:
         """Return the order in which this cell waits to be evicted. It is EARLY on the device for what was condemned,
         and on the host for a copy of what stays on the device; else LATE."""
         count = self.count
@@ -332,16 +394,16 @@ class World:
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and waits in none yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
-            self.queue(node, place, self.late(node, place)).put(node.stamp[place % self.count], node)
+            self.queue(node, place, self.eviction_order(node, place)).put(node.stamp[place % self.count], node)
         if node.root.dead and not place % self.count and self.is_candidate(node, place):
             self.loose.append(node)
 
-    def queue(self, node: Node, place: int, late: int) -> Queue:
-        """Return the queue in which this cell waits, or would wait, in the order ``late`` of its place."""
-        order, c = self.shelves[place].orders[late], place % self.count
-        rest = order.rest
+    def queue(self, node: Node, place: int, order: int) -> Queue:
+        """Return the queue in which this cell waits, or would wait, in ``order``, EARLY or LATE, of its place."""
+        queues, c = self.shelves[place].orders[order], place % self.count
+        rest = queues.rest
         if not rest or node.stamp[c] < 0:
-            return order.first
+            return queues.first
         return rest[self.policy.queue(node, c)] if len(rest) > 1 else rest[0]
 
     def reorder(self, node: Node, place: int) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from asynccache.events.notices import Notice, Opened, StorageReport
+from asynccache.events.announcer import Notice, Opened, StorageReport
 from asynccache.extras import install
 
 if TYPE_CHECKING:
-    from asynccache.events.mirror import Mirror
     from asynccache.events.publisher import ZmqPublisher
     from asynccache.events.subscriber import Received, Subscriber
-    from asynccache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventLayout
+    from asynccache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventLayout, Mirror
 
 __all__ = [
     "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "EventLayout", "Mirror", "Notice", "Opened",
@@ -26,7 +25,7 @@ __all__ = [
 
 _LAZY = {
     "AllBlocksCleared": "wire", "BlockRemoved": "wire", "BlockStored": "wire", "EventBatch": "wire",
-    "EventLayout": "wire", "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber",
+    "EventLayout": "wire", "Mirror": "wire", "Received": "subscriber", "Subscriber": "subscriber",
     "ZmqPublisher": "publisher",
 }  # fmt: skip
 

@@ -5,18 +5,44 @@ holds, and a key does not tell the page's hash. So a page on STORAGE is announce
 store has reported its key by then. It is announced once. When the store reports that the key has gone, the page is
 announced as removed. A page that an earlier process has stored is announced when a prefetch first reads it, since only
 then does the core name its hash.
+
+The notices are what a cache passes to ``on_event``, in order: that it was opened, the core's events, and reports of
+which keys its stores hold.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import assert_never
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, assert_never
 
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES, Adapter
 from asynccache.core.plan import Cleared, Medium, Publish
-from asynccache.events.notices import Notice, Opened, StorageReport
 from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+
+
+class Opened(NamedTuple):
+    """A cache was opened and is empty.
+
+    ``page_size`` is in tokens. ``key_of`` returns the storage key of the FULL page with a given page hash; it is None
+    if there is no storage. ``namespace_of`` returns the ``namespace`` with a given digest.
+    """
+
+    page_size: int
+    key_of: Callable[[bytes], bytes] | None
+    namespace_of: Callable[[bytes], str | bytes | None]
+
+
+class StorageReport(NamedTuple):
+    """A report of storage keys. ``there``: True if the stores hold them from now on, False if no store holds them any
+    more."""
+
+    there: bool
+    keys: Sequence[bytes]
+
+
+Notice = Publish | Cleared | StorageReport | Opened
+
 
 _LOW = 8
 

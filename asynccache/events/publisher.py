@@ -26,8 +26,7 @@ import zmq
 from asynccache import checks
 from asynccache.core.plan import Cleared, Publish
 from asynccache.errors import ConfigError
-from asynccache.events.announcer import Announcer
-from asynccache.events.notices import Notice, Opened, StorageReport
+from asynccache.events.announcer import Announcer, Notice, Opened, StorageReport
 from asynccache.events.wire import AllBlocksCleared, BlockEvent, Encoder, EventBatch, EventLayout
 
 END = (-1).to_bytes(8, "big", signed=True)

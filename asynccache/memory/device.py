@@ -48,6 +48,14 @@ class Event(Protocol):
         ...
 
 
+class Gate(Event, Protocol):
+    """An event that is fired by hand."""
+
+    def open(self) -> None:
+        """Let go of every stream and coroutine that waits. From any thread."""
+        ...
+
+
 class Stream(Protocol):
     """An ordered queue of work on the device."""
 
@@ -97,6 +105,11 @@ class Device(Protocol):
 
     def release(self, stream: Stream) -> None:
         """Take no more work for ``stream``. The stream is given back when all its work is done."""
+        ...
+
+    def gate(self) -> Gate:
+        """Return a new event to open by hand: for an engine that computes in a thread, and for tests. ``aclose`` opens
+        those that were forgotten."""
         ...
 
     def engine_event(self, event: object) -> Event:

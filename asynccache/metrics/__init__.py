@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynccache.extras import install
-from asynccache.metrics.asgi import app
-from asynccache.metrics.lag import LoopLag
+from asynccache.metrics.asgi import LoopLag, app
 
 if TYPE_CHECKING:
     from asynccache.metrics.collector import CacheCollector

@@ -20,12 +20,11 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from asynccache import checks, compiled
-from asynccache.metrics.asgi import a_cache
-from asynccache.metrics.lag import LoopLag
+from asynccache.metrics.asgi import LoopLag, a_cache
 from asynccache.runtime.explain import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION
-from asynccache.worker.stats import Histogram, StageStats
+from asynccache.worker.stages import Histogram, StageStats
 
 if TYPE_CHECKING:
     from asynccache.core.cache import ShelfStatistics

@@ -21,8 +21,8 @@ from typing import Any
 
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
-from asynccache.worker.inbox import Inbox
 from asynccache.worker.local import LocalWorker
+from asynccache.worker.stages import Inbox
 
 NAMES = 1 << 15
 _SLICE = 4096

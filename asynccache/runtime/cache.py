@@ -8,6 +8,7 @@ that are awaited take their tokens when they are made, not when they are awaited
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -26,6 +27,7 @@ from asynccache.runtime.head import LOG, CloseReport, Head, OnEvent, SavingLimit
 from asynccache.runtime.lease import Kept, Lease, ask_for, keep
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.sanitizer import SLOW
 from asynccache.runtime.save import drain
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.settle import completed
@@ -39,13 +41,15 @@ from asynccache.worker.local import (
     StoreOptions,
     check_device,
     check_storage,
+    import_torch,
+    open_local,
 )
 from asynccache.worker.ranks import Workers
-from asynccache.worker.stats import Histogram, StageStats
+from asynccache.worker.stages import Histogram, StageStats
 
 if TYPE_CHECKING:
     from asynccache.worker.local import BlockTable, DevicePool, LocalWorker
-    from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.rank_server import RankWorker
 
 Namespace = str | bytes | None
 
@@ -116,6 +120,9 @@ class AsyncCache:
     (``asynccache.lease``), each wait for a lease's loads (``asynccache.load``), each prefetch (``asynccache.prefetch``)
     and each call that writes to stores (``asynccache.backup_storage``). Spans of a request's own calls are children of
     the span in which they are made. ``span`` must not raise.
+
+    ``debug``: True to look for a program's mistakes in the bytes of its pages, which is slow; they raise
+    ``WrongPages``. None: as the environment variable ``ASYNCCACHE_DEBUG`` says, 1 or 0.
     """
 
     def __init__(
@@ -127,6 +134,7 @@ class AsyncCache:
         workers: Workers | None = None,
         on_event: OnEvent | None = None,
         span: StartSpan | None = None,
+        debug: bool | None = None,
     ) -> None:
         self.config = checks.instance("config", config, CacheConfig)
         if device is not None:
@@ -139,11 +147,11 @@ class AsyncCache:
             checks.function("span", span)
         if workers is not None:
             checks.instance("workers", workers, Workers)
+        variable = os.environ.get("ASYNCCACHE_DEBUG", "0") not in ("", "0")
+        self._debug = variable if debug is None else checks.flag("debug", debug)
         self._workers = workers
         if workers is None or workers.own is not None:
-            from asynccache.worker.opening import open_local  # not before there is a cache: torch comes with it
-
-            self._open_local = open_local
+            import_torch()  # not before there is a cache
         locate = () if workers is None else (workers.locate,)
         self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
@@ -212,17 +220,19 @@ class AsyncCache:
     async def _open(self) -> None:
         worker: LocalWorker
         if self._workers is None:
-            worker = await self._open_local(self.config, self.config.pools(), self._given)
+            worker = await open_local(self.config, self.config.pools(), self._given, debug=self._debug)
         else:
             from asynccache.worker.group import open_group
 
-            worker = await open_group(self.config, self._given, self._workers)
+            worker = await open_group(self.config, self._given, self._workers, debug=self._debug)
         self._worker = worker
-        self._head = head = Head(self.config, worker, self._on_event, self._span)
+        self._head = head = Head(self.config, worker, self._on_event, self._span, debug=self._debug)
         await head.start()
         stores = head.worker.store_statistics()[1]
         found = (f"{name} ({stats['pages']:,} pages)" if "pages" in stats else name for name, stats in stores.items())
         LOG.info("open: %s; stores: %s", "; ".join(self.config.rooms), ", ".join(found) or "none")
+        if self._debug:
+            LOG.warning(SLOW)
         for sentence in wasted(self.core.config):
             LOG.warning(sentence)
 
@@ -230,8 +240,14 @@ class AsyncCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Call ``aclose()``. If the cache had closed itself and nothing else is being raised, raise why:
-        ``RankFailure`` if a rank was lost, else ``CacheClosed``."""
+        ``RankFailure`` if a rank was lost, else ``CacheClosed``. With ``debug``: raise ``WrongPages`` if a mistake was
+        found that nobody was told of."""
+        head, wrong = self._head, None
+        if head is not None and head.sanitizer is not None and head.driver.closed is None:
+            wrong = await head.sanitizer.closing()
         report = await self.aclose()
+        if wrong is not None and error is None:
+            raise wrong
         if report.error is None or error is not None:
             return
         raise self._opened().driver.closed_error()

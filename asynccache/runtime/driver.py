@@ -58,6 +58,7 @@ from asynccache.core.plan import (
     Publish,
     Retire,
     Status,
+    operations,
 )
 from asynccache.errors import (
     AsyncCacheError,
@@ -277,6 +278,9 @@ Ack = Outcome | Failing | FetchCommit | Nudge
 class Stages(Protocol):
     """The part that performs the effects of a plan: the head (``asynccache.runtime.head.Head``). No method blocks or
     fails."""
+
+    def given_back(self) -> None:
+        """Hear that a core call was made, before its plan is performed."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Take all copies of a plan."""
@@ -519,6 +523,7 @@ class Driver:
         """
         effects, ended, freed = plan
         try:
+            self._stages.given_back()
             if effects:
                 self._begin(effects, retiring)
             for op, status in ended:
@@ -561,9 +566,11 @@ class Driver:
                 continue
             if isinstance(effect, Compute):  # who made the commit has its batches watched; no pages come with its end
                 continue
-            self.ops.open(effect.op)
+            began = operations(effect)
+            for op in began:
+                self.ops.open(op)
             if isinstance(effect, (BackupHost, BackupStorage)):
-                self.saving.add(effect.op)
+                self.saving.update(began)
             if isinstance(effect, BackupStorage):
                 self._stages.store(effect)
             elif not isinstance(effect, Retire):

@@ -29,12 +29,11 @@ import numpy.typing as npt
 
 from asynccache.config import PoolSpec
 from asynccache.core.cache import CacheCore, CoreLease
-from asynccache.core.plan import BackupHost, Copy, Failing, LoadBack, Outcome, Status
+from asynccache.core.plan import BackupHost, Clone, Copy, Failing, LoadBack, Outcome, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
-from asynccache.worker.joining import joined
 from asynccache.worker.local import LocalWorker
-from asynccache.worker.work import BatchInFlight
+from asynccache.worker.work import BatchInFlight, CopyKind, Work
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
@@ -166,7 +165,16 @@ class EngineBatches:
 
     def begin(self, effects: Sequence[Copy]) -> None:
         """Hand the copies of a plan to the worker, with the batches that each has to wait for."""
-        self._worker.perform(joined(effects, self._before))
+        works = []
+        for effect in effects:
+            after = tuple([batch.number for batch in self._before(effect)])
+            if isinstance(effect, BackupHost):
+                works.append(Work(CopyKind.BACKUP, effect.ops, effect.moves, 0, after))
+            elif isinstance(effect, Clone):
+                works.append(Work(CopyKind.CLONE, (effect.op,), effect.moves, effect.after, after))
+            else:
+                works.append(Work(CopyKind.LOAD, (effect.op,), effect.moves, 0, after))
+        self._worker.perform(works)
 
     def _before(self, effect: Copy) -> Sequence[BatchInFlight]:
         if isinstance(effect, BackupHost):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import PrefetchShape, usable_end
 from asynccache.core.eviction import Judged, Learned
-from asynccache.core.explaining import Explanation
+from asynccache.core.match import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.prefetch import usable_by_a_lease
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain

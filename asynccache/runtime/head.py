@@ -33,13 +33,14 @@ from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.runtime.lease import Kept
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.prefetch import Prefetches
+from asynccache.runtime.sanitizer import Sanitizer
 from asynccache.runtime.save import TASKS, Backups, drain, unsaved
 from asynccache.runtime.stores import StoreAttachments
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import Namespaces
 from asynccache.worker.local import LATE, MOMENT, Reports
 from asynccache.worker.pool_layout import PoolLayout
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.core.plan import BackupStorage, Copy, Event
@@ -76,13 +77,15 @@ class Head:
     commits there were. ``holders``: the core's leases, each with the task to which it was granted, and the prefixes
     that are kept; it keeps neither a request's ``Lease`` nor its task alive. ``default_states``: how many MAMBA slots a
     lease has if it does not say; 0 if the model has no recurrent states. ``has_swa``: True if the model has a sliding
-    window.
+    window. ``sanitizer``: what looks for a program's mistakes; None: the cache is not debugged.
     """
 
     def __init__(
-        self, config: CacheConfig, worker: LocalWorker, on_event: OnEvent | None, span: StartSpan = no_span
-    ) -> None:
-        settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
+        self, config: CacheConfig, worker: LocalWorker, on_event: OnEvent | None, span: StartSpan = no_span, *,
+        debug: bool = False,
+    ) -> None:  # fmt: skip
+        settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED,
+                           note_given=debug)
         self.core = core = CacheCore(settings)
         self.worker = worker
         self.span = span
@@ -92,6 +95,7 @@ class Head:
         self.driver = driver = Driver(core, self, self.loop.time)
         self.supervisor = Supervisor(self.close)
         self.batches = EngineBatches(worker, core, config.pools(), driver, self.supervisor)
+        self.sanitizer = Sanitizer(worker, core, self.batches, self.supervisor) if debug else None
         self.announcer: Announcer | None = None
         if on_event is not None:
             self.announcer = Announcer(on_event, config.page_size, worker, core.world.roots)
@@ -100,7 +104,7 @@ class Head:
         self.backups = Backups(worker, driver, limits, span)
         self.prefetches = Prefetches(config, driver, worker, self.pools, self.backups, self.supervisor, span)
         self.stores = StoreAttachments(driver, worker, self.announcer, self.supervisor, limits[0])
-        self.hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
+        self.hashes = worker.takes_stores or on_event is not None or debug  # a store may be attached at any time
         self.commits = 0
         self.holders: dict[object, weakref.ref[asyncio.Task[Any]] | None] = {}
         kinds = {component.kind for component in core.config.components}
@@ -114,6 +118,11 @@ class Head:
         return f"Head({len(self.holders)} leases, {self.driver!r}, {self.supervisor!r})"
 
     # what the driver performs plans with
+
+    def given_back(self) -> None:
+        """See ``Stages``."""
+        if self.sanitizer is not None:
+            self.sanitizer.given_back()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See ``Stages``."""

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +53,7 @@ from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 if TYPE_CHECKING:
     from asynccache.runtime.driver import LinePlace
     from asynccache.runtime.head import Head
+    from asynccache.runtime.sanitizer import Commit
     from asynccache.worker.work import BatchInFlight
 
 Pages = npt.NDArray[np.int32]
@@ -122,18 +124,23 @@ class Publishing:
         self._head.batches.fence(self._core, batch)
 
     async def publish(self, key: bytes, checkpoint: tuple[int, int] | None) -> None:
-        """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
-        it has published everything or nothing. Raises ``LoadFailed``: see ``Lease.commit``."""
+        """Commit ``key``, after a sanitizer has looked at it; the caller holds ``order``. Waits while pages of it are
+        being loaded for others. Cancelling it has published everything or nothing. Raises as ``Lease.commit``."""
         hashes, chain = b"", self._chain
         if self._head.hashes:
             if not chain.covers(key):
                 chain.known(key, self._head.driver.core.known_hashes(self._space, key))
             hashes = await chain.extend(key)
         self.adopt()
-        while isinstance(answer := await self._try(key, hashes, checkpoint), Wait):
+        sanitizer, commit = self._head.sanitizer, None
+        if sanitizer is not None:
+            commit = await sanitizer.committing(self._core, self._space, key, hashes, checkpoint, self._unsure)
+        while isinstance(answer := await self._try(key, hashes, checkpoint, commit), Wait):
             await first_ended(self._head.driver.ops, answer.ops)
 
-    async def _try(self, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None) -> Committed | Wait:
+    async def _try(
+        self, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None, commit: Commit | None
+    ) -> Committed | Wait:
         driver, core = self._head.driver, self._core
         async with holding(driver.lock):
             if self._unsure:
@@ -151,6 +158,8 @@ class Publishing:
                 if answer.computing:  # before the plan is performed: its backups must find the batches they stand on
                     self._head.batches.watch(answer.computing, self._unsure)
                 self._head.commits += 1
+                if commit is not None and self._head.sanitizer is not None:
+                    self._head.sanitizer.committed(core, commit, self._unsure)
             driver.perform(answer.plan, self._retiring)
         return answer
 
@@ -218,8 +227,8 @@ class Lease:
     ``commit`` says how other threads call it."""
 
     __slots__ = (
-        "_arrival", "_ask", "_asked", "_core", "_entering", "_handle", "_head", "_namespace", "_publishing",
-        "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
+        "_arrival", "_ask", "_asked", "_by_layer", "_core", "_entering", "_handle", "_head", "_namespace",
+        "_publishing", "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
     )  # fmt: skip
 
     def __init__(
@@ -239,6 +248,7 @@ class Lease:
         self._arrival: CachedOnArrival | None = None
         self._publishing: Publishing | None = None
         self._entering: asyncio.Task[object] | None = None
+        self._by_layer = False  # somebody has waited for a layer
         self._asked = 0  # calls that wait, or have waited, for all loads
         self._to_commit: list[object] = []  # the events of commits that were called and have not begun
 
@@ -281,6 +291,8 @@ class Lease:
                 with head.span("asynccache.lease", attributes={"asynccache.tokens": self._ask.reserve}):
                     await self._enter()
             head.lookups.count(self._core, self._ask, self._found(), self._handle)
+            if head.sanitizer is not None and not self._core.loads:
+                await head.sanitizer.entered(self._core, self._ask.space, self._ask.key)
         except BaseException:
             self.release()
             self._state = RELEASED
@@ -432,6 +444,8 @@ class Lease:
         head = self._head
         task = asyncio.current_task(head.loop)
         head.holders[grant.lease] = None if task is None else weakref.ref(task)
+        if head.sanitizer is not None:
+            head.sanitizer.granted(grant.lease, partial(_place, *self._taken))
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -563,6 +577,7 @@ class Lease:
         """
         self._head.driver.check_thread()
         core = self._held()
+        first, waits = not self._asked and not self._by_layer, self.loading
         self._asked += 1
         try:
             if self.loading:
@@ -573,6 +588,8 @@ class Lease:
             self._asked -= 1
             raise
         self._check_loads(core)
+        if core.loads and self._head.sanitizer is not None and not core.released:
+            await self._head.sanitizer.arrived(core, self._ask.space, self._ask.key, first=first, waited=waits)
 
     def _check_loads(self, core: CoreLease) -> None:
         """Raise ``LoadFailed`` if a load of ``core``, or a batch that was to compute its pages, has failed. If the
@@ -594,6 +611,7 @@ class Lease:
         self._head.driver.check_thread()
         i = self._check_layer(i)
         core = self._held()
+        self._by_layer = True
         asks = self._asks(i)
         self._asked += asks
         try:
@@ -621,6 +639,7 @@ class Lease:
         """
         i = self._check_layer(i)
         self._head.worker.wait_layers(stream, self._held().loads, i)
+        self._by_layer = True
         self._asked += self._asks(i)
 
     def _asks(self, i: int) -> bool:
@@ -664,6 +683,8 @@ class Lease:
             try:
                 answer: Plan | Wait = await drive(driver, grow, done, self._held)
                 if not isinstance(answer, Wait):
+                    if head.sanitizer is not None:
+                        head.sanitizer.granted(core)
                     return self.pages
                 if waiter is None:
                     raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
@@ -755,7 +776,12 @@ class Lease:
                 self._check_loads(core)
                 raise RuntimeError(_NOT_AWAITED)
             commits = self._commits()
-            commits.check(key, checkpoint)
+            try:
+                commits.check(key, checkpoint)
+            except ConfigError:
+                if self._head.sanitizer is not None:
+                    self._head.sanitizer.diverged(core)
+                raise
             batch = None if event is None else self._head.worker.batch(event)
             if batch is not None:
                 commits.expect(batch)
@@ -803,6 +829,8 @@ def _give_back(
     """Give back all that a lease holds, when ``events`` have fired. ``publishing``: that of the lease; it may be None
     if there are no events and the lease has made no commit."""
     del head.holders[core]
+    if head.sanitizer is not None:
+        head.sanitizer.released(core)
     if publishing is None:
         head.driver.release(core, ended)
     else:

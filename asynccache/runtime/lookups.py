@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from asynccache.core.ghosts import Gone
 from asynccache.core.settings import ComponentKind
-from asynccache.core.tree import walk
+from asynccache.core.tree import Gone, walk
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore, LeaseRequest
-    from asynccache.core.leases import CoreLease
+    from asynccache.core.ledger import CoreLease
 
 
 class Miss(IntEnum):
@@ -115,14 +114,14 @@ class Lookups:
         """Return why the match ended though FULL goes on: a component ended it, or there was no room to load more."""
         core = self._core
         path, _ = walk(core.world.roots[ask.space], ask.key, 0, core.world.page_bytes, full * TOKEN_BYTES)
-        return _SHORT[core.explaining.limit(path, full // self._size)]
+        return _SHORT[core.explanations.limit(path, full // self._size)]
 
     def _absent(self, lease: CoreLease, ask: LeaseRequest, handle: Prefetch | None) -> Miss:
         """Return why the pages behind the end of the tree were not found."""
         core, end = self._core, lease.hold.end
         page = core.world.page_bytes
         path, reached = walk(end, ask.key, end.end * page, page, ask.limit * TOKEN_BYTES)
-        gone = core.explaining.gone(path[-1] if path else end, ask.key, reached // page)
+        gone = core.explanations.gone(path[-1] if path else end, ask.key, reached // page)
         return _GONE[gone] if handle is None else self._not_fetched(handle, gone)
 
     def _not_fetched(self, handle: Prefetch, gone: Gone) -> Miss:

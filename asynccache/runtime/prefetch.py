@@ -23,7 +23,7 @@ Laws:
   it then, so no buffer is given back while I/O still owns it.
 * A prefetch that is told to stop, or is cancelled, ends within ``GRACE`` seconds, or at once if the stores refuse calls
   by now. If the store has not answered by then, the prefetch ends without its fetch, which is left to the other
-  prefetches that share it, or is revoked when the store has let go.
+  prefetches that share it, or is released when the store has let go.
 * Prefetches of the same pages share one fetch. Any of them may stop the fetch: what it has read is committed, and the
   others fetch the rest. The fetch is cancelled when the last prefetch that shares it is.
 * A prefetch that has ended without being cancelled has a *claim*: the pages of its prompt that the host has stay there.
@@ -55,7 +55,7 @@ from asynccache.runtime.save import StoreCall
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
 from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import StageMeter
 from asynccache.worker.work import ReadOrder, StoreQuestion
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class PrefetchHandle:
         self._prefetch.tell(Wish.STOP)
 
     def cancel(self) -> None:
-        """Give up the prefetch. Its fetch is revoked after the I/O has let go, unless another prefetch shares the
+        """Give up the prefetch. Its fetch is released after the I/O has let go, unless another prefetch shares the
         fetch. Pages that it has brought may be evicted."""
         self._prefetch._prefetches.driver.check_thread()
         self._prefetch.spent = True
@@ -454,7 +454,7 @@ class Prefetches:
             timer = self.claims.pop(ticket)
             if timer is not None:
                 timer.cancel()
-            self.driver.perform(self.driver.give_back(self.driver.core.drop_claim, ticket))
+            self.driver.perform(self.driver.give_back(self.driver.core.release_claim, ticket))
 
     def abandon_claim(self, ticket: int) -> None:
         """Have the cache's loop ``drop_claim`` soon. For any thread: the garbage collector calls this."""
@@ -555,8 +555,8 @@ class Fetch:
 
     ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
     storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
-    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was revoked. ``skipped``: why it
-    did not begin although storage had something; may be empty. ``over``: True once it was committed or revoked, or did
+    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was released. ``skipped``: why it
+    did not begin although storage had something; may be empty. ``over``: True once it was committed or released, or did
     not begin.
     """
 
@@ -700,7 +700,7 @@ class Fetch:
         self.over = True
         self._wake()
         if self.op and not self.end:
-            self._driver.perform(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
+            self._driver.perform(self._driver.give_back(self._driver.core.prefetch_release, self.op))
         for sharer in self.sharers:
             sharer.cut = self.cut
             sharer.fetch = None
@@ -917,7 +917,7 @@ class Fetch:
         """Under the lock: hang the pages up to ``end`` into the tree, and return no operations. If another operation
         must end first, nothing changes; returned are the operations of which one has to end before the next attempt.
         Nothing is done if the fetch was closed meanwhile. If the pages above its own have left the tree, since a batch
-        of the engine failed, the core revokes it instead."""
+        of the engine failed, the core releases it instead."""
         if self.over:
             return ()
         hashes = self._hashes_of(range(self._pages_of(self.shape.anchor), self._pages_of(end)))

@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asynccache.core.cache import Unsaved
 from asynccache.core.plan import SLOT_BYTES, BackupStorage, Outcome, Status
 from asynccache.runtime.core_calls import all_ended, in_turns
-from asynccache.worker.inbox import Inbox
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import Inbox, StageMeter
 from asynccache.worker.work import WriteOrder
 
 if TYPE_CHECKING:

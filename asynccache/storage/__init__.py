@@ -11,7 +11,7 @@ from asynccache.settings import MOST_SIZE, Size, parse_size
 from asynccache.settle import OpenCalls, ThreadPool, completed, completed_in_thread, settled
 from asynccache.storage.attachment import CheckableClass, backend_class, check_store, check_stores, open_store
 from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
-from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
+from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore, Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -27,7 +27,6 @@ from asynccache.storage.contract import (
     StoreLayout,
 )
 from asynccache.storage.pages import Closed, Pages
-from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.url import HostPort, ParsedUrl, StoreOptions, parse_host_port, parse_url, take_options
 from asynccache.storage.weights import weights_digest
 from asynccache.storage.wrapper import Tell, Watchable

@@ -22,11 +22,10 @@ from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.checked import RECORD_SCHEMA
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
-from asynccache.storage.loop_thread import PendingCall, StoreThread, StoreVerb
-from asynccache.storage.rows import Rows
+from asynccache.storage.loop_thread import PendingCall, Rows, StoreThread, StoreVerb
 
 if TYPE_CHECKING:
-    from asynccache.storage.rows import Memory
+    from asynccache.storage.loop_thread import Memory
 
 POOL = "pages"
 """The name of the pool if ``memory`` is one buffer and not a mapping of buffers."""

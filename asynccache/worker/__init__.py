@@ -14,16 +14,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynccache.worker.rank_server import connect
-    from asynccache.worker.rank_worker import EngineBatch, RankWorker
+    from asynccache.worker.rank_server import EngineBatch, RankWorker, connect
     from asynccache.worker.ranks import RankPlace, Topology, Workers, listen
 
 __all__ = ["EngineBatch", "RankPlace", "RankWorker", "Topology", "Workers", "connect", "listen"]
 
 _LAZY = {
-    "EngineBatch": "asynccache.worker.rank_worker",
+    "EngineBatch": "asynccache.worker.rank_server",
     "RankPlace": "asynccache.worker.ranks",
-    "RankWorker": "asynccache.worker.rank_worker",
+    "RankWorker": "asynccache.worker.rank_server",
     "Topology": "asynccache.worker.ranks",
     "Workers": "asynccache.worker.ranks",
     "connect": "asynccache.worker.rank_server",

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from math import isfinite
+from operator import or_
 
 from asynccache.core.keys import HASH_BYTES
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
 from asynccache.storage.call_guard import BreakerState
 from asynccache.storage.contract import Result
 from asynccache.worker.messages import Failed
-from asynccache.worker.work import ReadOrder, StoredBatch, StoreQuestion, WriteOrder
+from asynccache.worker.work import (
+    Inspected,
+    PageBytes,
+    PageQuestion,
+    ReadOrder,
+    StoredBatch,
+    StoreQuestion,
+    WriteOrder,
+)
 
 _ORDER = (Result.HIT, Result.MISS, Result.FAILED, Result.CORRUPT)
 _RANK = bytes(_ORDER.index(Result(value)) if value < len(_ORDER) else len(_ORDER) for value in range(256))
 _RESULT = bytes([*_ORDER, *[Result.FAILED] * (256 - len(_ORDER))])
 
+_SUM_BYTES = 8
 _KINDS = {kind.__name__: kind for kind in (ConfigError, BackendError, Unavailable, Timeout)}
 _WORST_LAST = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
@@ -56,6 +67,25 @@ def worst(answers: Sequence[bytes]) -> bytes:
     if all(answer == first for answer in answers):
         return first
     return bytes(map(max, *(answer.translate(_RANK) for answer in answers))).translate(_RESULT)
+
+
+def inspected(said: Mapping[int, Inspected], asked: Sequence[PageQuestion], free: bool) -> Inspected:
+    """Return what the pages hold on all ranks together: a page's checksum is those of all ranks in order."""
+    for rank, one in said.items():
+        if len(one.pages) != len(asked) or any(len(page.sums) != 2 * len(ask.slots)
+                                               for page, ask in zip(one.pages, asked, strict=True)):
+            raise RankFailure("looked at other pages", rank)
+    pages = [_together([one.pages[i] for one in said.values()]) for i in range(len(asked))]
+    return Inspected(pages, [page for one in said.values() for page in one.damaged])
+
+
+def _together(parts: Sequence[PageBytes]) -> PageBytes:
+    size = _SUM_BYTES
+    pages = range(0, len(parts[0].sums), size)
+    sums = b"".join(part.sums[at : at + size] for at in pages for part in parts)
+    seen = [part.tokens for part in parts if part.tokens]
+    tokens = bytes(reduce(or_, bits) for bits in zip(*seen, strict=True))
+    return PageBytes(sums, tokens, [layer for part in parts for layer in part.untouched])
 
 
 def stored(said: Mapping[int, StoredBatch], batch: Sequence[WriteOrder]) -> StoredBatch:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial, partialmethod
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -28,20 +28,19 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, Move, Status
+from asynccache.core.plan import Status
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.contract import Result
 from asynccache.storage.url import check_name, place_of
 from asynccache.worker import folds
 from asynccache.worker import messages as m
-from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Wire
 from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Reports, Storage, StoreEntry
-from asynccache.worker.pool_layout import FULL
+from asynccache.worker.messages import news_decoder, orders_of
+from asynccache.worker.pool_layout import FULL, size_of
 from asynccache.worker.rank_server import ORDERS, PINNING, RankServer
-from asynccache.worker.remote import news_decoder, orders_of
-from asynccache.worker.stats import StageMeter
+from asynccache.worker.stages import ChangeSignal, StageMeter
 from asynccache.worker.watched_keys import WatchedKeys
 from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from asynccache.memory.device import Device
     from asynccache.memory.pools import DevicePool
     from asynccache.worker.link import Link
-    from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.rank_server import RankWorker
     from asynccache.worker.ranks import Workers
 
 T = TypeVar("T")
@@ -62,6 +61,7 @@ UNABLE = 1024
 PART = 64 << 10
 """The most pages that one message asks about, or tells to delete."""
 
+_EARLY = "the cache was closed before the batch was over"
 _STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.CLONE: "load_back"}
 _decode_news = news_decoder(ORDERS)
 _PERFORM, _FORGET = ORDERS["perform"].message, ORDERS["forget_load"].message
@@ -140,8 +140,11 @@ class AwaitedAnswers:
         self._changed.tell()
 
 
-async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
-    """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
+async def open_group(
+    config: CacheConfig, given: EmbedderParts, workers: Workers, *, debug: bool = False
+) -> WorkerGroup:
+    """Wait for all workers, and have each open its pools and stores: all or none. ``debug``: as for ``open_local``.
+    Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown; the text names the rank.
@@ -153,7 +156,7 @@ async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers
     links = await workers.arrived()
     group = WorkerGroup(config, given, workers, links)
     try:
-        await group.open()
+        await group.open(debug)
     except BaseException as error:
         await _completed_quietly(group.abandon(error))
         raise
@@ -162,21 +165,10 @@ async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers
 
 def everywhere(group: type[WorkerGroup]) -> type[WorkerGroup]:
     """Give ``group`` each remote method of ``LocalWorker`` that it does not have itself, called on all ranks."""
-
-    def sending(method: Callable[..., Any], answered: bool) -> Callable[..., Any]:
-        @wraps(method)
-        def tell(self: WorkerGroup, *args: Any, **named: Any) -> None:
-            self.tell(method, *args, **named)
-
-        @wraps(method)
-        async def folded(self: WorkerGroup, *args: Any, **named: Any) -> Any:
-            return await self.folded(method, *args, **named)
-
-        return folded if answered else tell
-
     for name, order in orders_of(LocalWorker).items():
         if name not in vars(group):
-            setattr(group, name, sending(vars(LocalWorker)[name], order.answer is not None))
+            send: Callable[..., Any] = group.tell if order.answer is None else group.folded
+            setattr(group, name, partialmethod(send, vars(LocalWorker)[name]))
     return group
 
 
@@ -191,13 +183,13 @@ class WorkerGroup(LocalWorker):
         self.own: RankServer | None = None
         self.takes_stores = config.pools()[0].host_pages > 0
         self.failure: RankFailure | None = None
-        self.keys = WatchedKeys(self._report_keys)
+        self.keys = WatchedKeys(lambda store, there, keys: self._reports.keys(store, there, keys))
         self._config = config
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
         self._links = dict(links)
         self._wire = Wire(links.values(), self._unsendable)
-        self._reports: Reports | None = None
+        self._reports = Reports()
         self._numbers = 0
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
@@ -231,12 +223,12 @@ class WorkerGroup(LocalWorker):
 
     # opening and closing
 
-    async def open(self) -> None:
+    async def open(self, debug: bool) -> None:
         """Have all workers open. To be called once. Raises as ``open_group``."""
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
-        opened = await self.call(RankServer.open, self._config)
+        opened = await self.call(RankServer.open, self._config, debug)
         head, first = next(iter(opened.items()))
         pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():
@@ -328,7 +320,7 @@ class WorkerGroup(LocalWorker):
         when, by the loop's clock, the own worker is waited for; after that it goes on closing by itself."""
         self._wire.flush()
         for batch in self._sent.values():
-            batch.fail(self._again if self.failure is not None else _closed)
+            batch.fail(lambda: CacheClosed(_EARLY) if self.failure is None else self._again())
         try:
             if self.own is not None:
                 await self._close_own(self.own, patience, latest)
@@ -491,7 +483,7 @@ class WorkerGroup(LocalWorker):
             awaited.fail(self._again)
         if self.own is not None:
             self.own.finish(self._again())
-        if self._reports is not None and not self._closing:
+        if not self._closing:
             self._reports.failed(failure)
 
     # the engine's work, and copies beside it
@@ -580,34 +572,17 @@ class WorkerGroup(LocalWorker):
                 return
             copies.left.discard(rank)
             copies.failed |= news.status is Status.FAILED
-            if not copies.left:
-                del self._copies[first]
-                self._end(copies)
-
-    def _end(self, copies: WorkInFlight) -> None:
-        """Count a work that has ended on all workers, and report its end. Private copies are not counted, see
-        ``stages``."""
-        work, failed = copies.work, copies.failed
-        status = Status.FAILED if failed else Status.DONE
-        if work.kind is not CopyKind.CLONE:
-            meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
-            meter.took(perf_counter() - copies.at, count)
-            meter.ended(count, status, self._size_of(work.moves))
-        if failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
-            self._to_forget += map(_FORGET, work.ops)
-        if self._reports is not None:
+            if copies.left:
+                continue
+            work = self._copies.pop(first).work
+            status = Status.FAILED if copies.failed else Status.DONE
+            if work.kind is not CopyKind.CLONE:  # private copies are not counted, see ``stages``
+                meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
+                meter.took(perf_counter() - copies.at, count)
+                meter.ended(count, status, size_of(work.moves, self._weights))
+            if copies.failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
+                self._to_forget += map(_FORGET, work.ops)
             self._reports.ended(status, work.ops)
-
-    def _size_of(self, moves: Iterable[Move]) -> tuple[int, int, int]:
-        """Return how much ``moves`` copy: pages, summed over all workers; FULL's pages; and bytes, summed over all
-        workers. FULL's pages are counted once, because they hold the same tokens on each worker."""
-        pages = full_pages = size = 0
-        for component, slots, _ in moves:
-            count, (pools, weight) = len(slots) // SLOT_BYTES, self._weights[component]
-            pages += count * pools
-            full_pages += count if component == FULL else 0
-            size += count * weight
-        return pages, full_pages, size
 
     async def layer(self, op: int, i: int) -> None:
         """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
@@ -689,10 +664,6 @@ class WorkerGroup(LocalWorker):
     def key_of(self) -> Callable[[bytes], bytes] | None:
         """See ``LocalWorker``. The key of one worker stands for those of all."""
         return self.keys.key_of
-
-    def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
-        if self._reports is not None:
-            self._reports.keys(store, there, keys)
 
     # stores
 
@@ -801,16 +772,9 @@ class WorkerGroup(LocalWorker):
         return folds.sums([part.storage for part in parts]), by_name
 
 
-def _closed() -> CacheClosed:
-    return CacheClosed("the cache was closed before the batch was over")
-
-
 async def _completed_quietly(work: Coroutine[Any, Any, None]) -> None:
     """Run ``work`` to its end, also if the caller is cancelled meanwhile, and drop its error."""
-    task = asyncio.get_running_loop().create_task(work)
-    await settled([task])
-    if not task.cancelled():
-        task.exception()
+    await settled([asyncio.gather(work, return_exceptions=True)])
 
 
 def _use(entry: StoreEntry) -> tuple[str, bool]:

@@ -9,41 +9,68 @@ Laws:
   storage keys.
 * A batch of the engine's work is a number to the head. The event that the number stands for stays with the worker.
 * A failure to look up or read a page is an answer (``Result``), and not an exception.
+* Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
+  worker writes.
+* Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
+  mostly finds the rest; the order is no proof of that. Of an operation that has failed, nothing more is written. The
+  head decides which backups are written as one batch, and when a batch is given up.
 * Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
 * Closing goes in the reverse order: stores, then copies that are under way, then the device, if the worker opened it.
 * A store is told where the host's pages lie before its first read or write.
 
-This module does not import torch: a head without a rank of its own knows these methods, too, and has no device.
+This module imports torch only to open a worker: a head without a rank of its own knows these methods, too, and has no
+device.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from asynccache import checks
-from asynccache.core.plan import Status
+from asynccache.config import CacheConfig, PoolSpec
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import SLOT_BYTES, Status
 from asynccache.errors import ConfigError, CopyFailed
+from asynccache.extras import without_torch
 from asynccache.memory.device import Device as Device
-from asynccache.memory.device import Event
+from asynccache.memory.device import Event, parse_device
+from asynccache.settle import completed, completed_in_thread
+from asynccache.storage import PageKey
 from asynccache.storage.attachment import close_unattached, open_all, open_attached
 from asynccache.storage.call_guard import BreakerState as BreakerState
-from asynccache.storage.checked import CheckedStore
+from asynccache.storage.checked import CheckedStore, store_layout
 from asynccache.storage.contract import Result as Result
 from asynccache.storage.contract import StorageBackend, StoreLayout
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions as StoreOptions
 from asynccache.storage.wrapper import watch
 from asynccache.worker import folds
+from asynccache.worker.messages import remote
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.remote import remote
-from asynccache.worker.stages import BackupHostStage, LoadBackStage, ReadingStage, WritingStage
-from asynccache.worker.stats import StageMeter
-from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.stages import BackupHostStage, LoadBackStage, StageMeter
+from asynccache.worker.work import (
+    BatchInFlight,
+    CopyKind,
+    DamagedPage,
+    Inspected,
+    PageBytes,
+    PageQuestion,
+    ReadOrder,
+    StoredBatch,
+    StoreQuestion,
+    Work,
+    WriteOrder,
+)
 
 if TYPE_CHECKING:
+    from asynccache.memory.poison import Poison
     from asynccache.memory.pools import BlockTable as BlockTable
     from asynccache.memory.pools import DevicePool as DevicePool
     from asynccache.memory.pools import Mover
@@ -56,6 +83,9 @@ MOMENT = 1.0
 """Seconds that a closing cache waits for copies on the embedder's device, at least, whatever the deadline."""
 LATE = 3.0
 """Seconds beyond its deadline that a closing cache still waits for its worker, or for the workers of all ranks."""
+BATCH_PAGES = 128
+"""The most pages of one call of a store, and of one step of the loop. A store that knows its index, or has its pages in
+memory, answers without suspending, so reading and writing give the loop a turn after each call."""
 DELETE_PAGES = 32
 SWEEP = 64
 """A sweep forgets the batches that are over. The next sweep is made once there are ``2 * kept + SWEEP``, where ``kept``
@@ -75,25 +105,23 @@ class Reports(NamedTuple):
     """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
     have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
     the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
-    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed."""
+    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed. By default nobody is
+    told, as before ``LocalWorker.start``."""
 
-    ended: Callable[[Status, Sequence[int]], None]
-    failed: Callable[[BaseException], None]
-    keys: Callable[[int, bool, Sequence[bytes]], None]
+    ended: Callable[[Status, Sequence[int]], None] = lambda status, ops: None
+    failed: Callable[[BaseException], None] = lambda error: None
+    keys: Callable[[int, bool, Sequence[bytes]], None] = lambda store, there, keys: None
     health: Callable[[], None] = lambda: None
 
 
+@dataclass(slots=True)
 class EmbedderParts:
     """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
     the embedder made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
 
-    def __init__(
-        self, device: Device | None = None, storage: Storage | None = None,
-        locate: Callable[[str], Storage] = lambda url: url,
-    ) -> None:  # fmt: skip
-        self.device = device
-        self.storage = storage
-        self.locate = locate
+    device: Device | None = None
+    storage: Storage | None = None
+    locate: Callable[[str], Storage] = lambda url: url
 
 
 def check_storage(name: str, storage: object) -> None:
@@ -133,6 +161,10 @@ async def close_all(
             await device.aclose()
     if failure is not None:
         raise failure
+
+
+def _slots(slots: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(slots, np.int32)
 
 
 class LocalBatch:
@@ -197,17 +229,96 @@ class LocalBatches:
         return [batch.event for batch in batches if batch is not None and not batch.done()]
 
 
+class WriteRun(NamedTuple):
+    """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
+    them to the stores that workers share. ``full``: True if they count as pages of FULL."""
+
+    op: int
+    ours: bool
+    keys: list[PageKey]
+    payloads: list[memoryview]
+    full: bool
+
+
+class BatchWrite:
+    """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
+    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
+
+    def __init__(self, tiers: TieredStore, pools: PoolMap, batch: Sequence[WriteOrder]) -> None:
+        self._tiers = tiers
+        self._pools = pools
+        self._batch = batch
+        self.left = {
+            op: sum(len(slots) // SLOT_BYTES * len(pools.of.get(component, ())) for component, _, slots in pages)
+            for op, pages in batch
+        }
+        self.failed: set[int] = set()
+        self.pages = self.full_pages = self.bytes = 0
+
+    def parts(self, step: int) -> Iterator[list[WriteRun]]:
+        """Yield the pages of the pools of one step (``PoolMap.written``), at most ``BATCH_PAGES`` at a time, without
+        those of operations that have failed by then."""
+        pools, written = self._pools, self._pools.written[step]
+        part: list[WriteRun] = []
+        room = BATCH_PAGES
+        for op, lists in self._batch:
+            for component, hashes, slots in lists:
+                for spec in written.get(component, ()):
+                    begin, count = 0, len(slots) // SLOT_BYTES
+                    while begin < count and op not in self.failed:
+                        end = min(count, begin + room)
+                        keys = pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
+                        payloads = pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+                        part.append(WriteRun(op, spec.writes, keys, payloads, pools.counts(spec.name)))
+                        room -= end - begin
+                        begin = end
+                        if not room:
+                            yield part
+                            part, room = [], BATCH_PAGES
+        if part:
+            yield part
+
+    async def put(self, part: Sequence[WriteRun]) -> None:
+        """Write ``part``: to the shared stores what is ours, and all of it to stores of our own."""
+        ours, theirs = [run for run in part if run.ours], [run for run in part if not run.ours]
+        if ours:
+            await self._put_in(ours, shared=True)
+        if theirs and (self._tiers.writers(shared=False) or not self._tiers.writers()):
+            await self._put_in(theirs, shared=False)
+        else:  # all stores are shared: another worker writes them
+            for run in theirs:
+                self.left[run.op] -= len(run.keys)
+
+    async def _put_in(self, part: Sequence[WriteRun], *, shared: bool) -> None:
+        keys = [key for run in part for key in run.keys]
+        payloads = [payload for run in part for payload in run.payloads]
+        results = await self._tiers.put(keys, payloads, shared=shared)
+        begin = 0
+        for run in part:
+            count = len(run.keys)
+            hits = results[begin : begin + count].count(Result.HIT)
+            begin += count
+            self.left[run.op] -= hits
+            self.pages += hits
+            self.full_pages += hits * run.full
+            self.bytes += hits * run.payloads[0].nbytes
+            if hits < count:
+                self.failed.add(run.op)
+
+
 class LocalWorker:
     """Performs what the head decides. Its calls belong to the thread of the head's loop, except ``engine_event`` and
     ``hold``. ``mover``: the pools and streams. ``takes_stores``: True if there is a host tier, which stores need.
-    ``layers``: the number of the model's layers, up to the last one that this worker has. Mutable state: the engine's
+    ``layers``: the number of the model's layers, up to the last one that this worker has. ``poison``: what fresh and
+    free pages are filled with in a cache that is debugged; None: they are left as they are. Mutable state: the engine's
     batches, the stores that are open, by number, and for each that is watched the function that ends the watching."""
 
     def __init__(
         self, mover: Mover, pools: PoolMap, tiers: TieredStore, layout: StoreLayout, *, takes_stores: bool,
-        own_device: bool,
+        own_device: bool, poison: Poison | None = None,
     ) -> None:  # fmt: skip
         self.mover = mover
+        self._poison = poison
         self.layers = mover.layers
         self.takes_stores = takes_stores
         self._own_device = own_device
@@ -215,12 +326,11 @@ class LocalWorker:
         self._tiers = tiers
         self._layout = layout
         self._batches = LocalBatches()
-        self._writing = WritingStage(tiers, pools)
-        self._reading = ReadingStage(tiers, pools)
+        self._given_up: set[int] = set()
         self._stores: dict[int, AttachedStore] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._last_store = 0
-        self._reports: Reports | None = None
+        self._reports = Reports()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mover!r}, {self._tiers!r})"
@@ -232,8 +342,7 @@ class LocalWorker:
         by then stay open until the worker is closed."""
         await open_all(self._tiers, storages, self._layout, options)
         for attached in self._tiers.attached:
-            self._introduce(attached)
-            self._number(attached)
+            self._take_in(attached)
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Take work from now on. Returns names and coroutines: the caller makes a task of each, and cancels it in the
@@ -312,6 +421,9 @@ class LocalWorker:
 
     def copy(self, work: Work, after: Sequence[Event]) -> None:
         """Begin ``work``, which waits on the device for the events ``after``."""
+        if self._poison is not None and work.kind is not CopyKind.BACKUP:
+            for move in work.moves:
+                self._poison.forget(move.component, _slots(move.dst))
         (self.backup_host if work.kind is CopyKind.BACKUP else self.load_back).put(work, after)
 
     async def layer(self, op: int, i: int) -> None:
@@ -349,24 +461,61 @@ class LocalWorker:
         for copying in arriving:
             own.wait_event(copying.layer(i))
 
+    # the bytes of device pages, for ``AsyncCache(debug=True)``
+
+    @remote()
+    def fill(self, component: int, slots: bytes, fresh: bool) -> None:
+        """Fill device pages with poison: they are ``fresh``, or free."""
+        if self._poison is not None:
+            self._poison.fill(component, _slots(slots), fresh=fresh)
+
+    @remote()
+    def forget_fill(self, component: int, slots: bytes) -> None:
+        """These device pages are free, and hold what they held: a batch may still use them."""
+        if self._poison is not None:
+            self._poison.forget(component, _slots(slots))
+
+    @remote(fold=folds.inspected)
+    async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
+        """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
+        else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""
+        poison = self._poison
+        if poison is None:
+            raise ConfigError("inspect: the cache was not opened with debug=True")
+        if free:
+            poison.check_free()
+        pages = [PageBytes(*poison.look(component, _slots(slots))) for component, slots in asked]
+        return Inspected(pages, [DamagedPage(*damaged) for damaged in poison.take_damaged()])
+
     # pages
 
     @remote(fold=folds.stored)
     async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
         """Write the host pages of ``batch`` to the stores, and return what was stored. Cancelling it returns after the
         stores have let go of the pages."""
-        return await self._writing.store(batch)
+        first, writing = batch[0].op, BatchWrite(self._tiers, self._map, batch)
+        try:
+            for step in range(len(self._map.written)):
+                for part in writing.parts(step):
+                    await writing.put(part)
+                    await asyncio.sleep(0)
+                    if first in self._given_up:
+                        writing.failed.update(op for op, left in writing.left.items() if left)
+        finally:
+            self._given_up.discard(first)
+        return StoredBatch(frozenset(writing.failed), writing.pages, writing.full_pages, writing.bytes)
 
     @remote()
     def give_up(self, op: int) -> None:
-        """Write nothing more of the batch that begins with operation ``op``, after what is under way."""
-        self._writing.give_up(op)
+        """Write nothing more of the batch that begins with operation ``op``, after the call of the store that is under
+        way. To be called before or while ``store`` writes this batch, and not later."""
+        self._given_up.add(op)
 
     @remote(fold=folds.found)
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
         it changes nothing."""
-        return await self._reading.ask(asked)
+        return [await self._results(pool, hashes) for pool, hashes in asked]
 
     @remote(fold=folds.read)
     async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
@@ -376,7 +525,29 @@ class LocalWorker:
         missing in any pool. If a pool lacks a page, this page and those behind it are not read from the later pools,
         which have no results for them. Cancelling it returns after the stores have let go of the host's pages.
         """
-        return await self._reading.read(reads, run)
+        answers: list[bytes] = []
+        for pool, hashes, slots in reads:
+            if run and answers:
+                hits = len(answers[-1]) - len(answers[-1].lstrip(bytes([Result.HIT])))
+                hashes = hashes[: hits * HASH_BYTES]
+            answers.append(await self._results(pool, hashes, slots))
+        return answers
+
+    async def _results(self, pool: str, hashes: bytes, slots: bytes | None = None) -> bytes:
+        """Return a result for each page. With ``slots`` the pages are read, and else only looked up. Of a pool without
+        bytes here all pages are HIT, since other workers' answers decide."""
+        if not self._map.has(pool):
+            return bytes([Result.HIT]) * (len(hashes) // HASH_BYTES)
+        answers = bytearray()
+        for at in range(0, len(hashes) // HASH_BYTES, BATCH_PAGES):
+            keys = self._map.keys(pool, hashes[at * HASH_BYTES : (at + BATCH_PAGES) * HASH_BYTES])
+            if slots is None:
+                answers += bytes(await self._tiers.exists(keys))
+            else:
+                own = slots[at * SLOT_BYTES : (at + len(keys)) * SLOT_BYTES]
+                answers += bytes(await self._tiers.get(keys, self._map.payloads(pool, own)))
+            await asyncio.sleep(0)
+        return bytes(answers)
 
     @remote()
     async def delete(self, hashes: Sequence[bytes]) -> None:
@@ -455,11 +626,10 @@ class LocalWorker:
         names = [attached.options.name for attached in self._stores.values()]  # some are not in ``_tiers`` yet
         attached = await open_attached(storage, self._layout, options, self._tiers, position, names)
         try:
-            self._introduce(attached)
+            self._take_in(attached, number)
         except BaseException:
             await close_unattached(attached)
             raise
-        self._number(attached, number)
         return self._entry(attached)
 
     @remote()
@@ -467,7 +637,7 @@ class LocalWorker:
         """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
         its name was taken meanwhile, or there is no such position any more."""
         self._tiers.attach(self._stores[number], position)
-        self._note_health()
+        self._reports.health()
 
     @remote()
     async def drop_store(self, number: int) -> None:
@@ -480,7 +650,7 @@ class LocalWorker:
     def leave_store(self, number: int) -> None:
         """Give the store no more calls from now on. ``close_store`` must follow. A second call does nothing."""
         self._tiers.detach(self._stores[number])
-        self._note_health()
+        self._reports.health()
 
     @remote()
     async def close_store(self, number: int) -> None:
@@ -493,7 +663,6 @@ class LocalWorker:
         """Tell ``Reports.keys`` from now on which keys the store has. Returns when it was told of all that the store
         has by now, which takes a turn of the loop for every few thousand. Cancelling it leaves some of them untold;
         ``unwatch_store`` must follow."""
-        assert self._reports is not None
         store, tell = self._stores[number].store, self._reports.keys
         own = store.backend
         watched = watch(own, partial(tell, number))
@@ -521,20 +690,13 @@ class LocalWorker:
         number = next(number for number, opened in self._stores.items() if opened is attached)
         return StoreEntry(number, attached.options, attached.shared)
 
-    def _introduce(self, attached: AttachedStore) -> None:
-        """Tell a store where the host's pages lie."""
+    def _take_in(self, attached: AttachedStore, number: int | None = None) -> None:
+        """Tell a store where the host's pages lie, and give it its number."""
         for name, pool in self.mover.host_pools.items():
             attached.store.register(name, pool.memory)
-
-    def _number(self, attached: AttachedStore, number: int | None = None) -> None:
         self._last_store = number or self._last_store + 1
         self._stores[self._last_store] = attached
-        if self._reports is not None:
-            attached.store.breaker.changed = self._reports.health
-
-    def _note_health(self) -> None:
-        if self._reports is not None:
-            self._reports.health()
+        attached.store.breaker.changed = self._reports.health
 
     # looking at it
 
@@ -550,3 +712,75 @@ class LocalWorker:
         """The stores' counters: first their sums, in which ``breaker`` is the best state of any store; then those of
         each store by its name, nearest first. Of several workers, ``breaker`` is the worst worker's."""
         return self._tiers.stats(), self._tiers.store_stats()
+
+
+# opening
+
+
+def import_torch() -> None:
+    """Import all that ``open_local`` needs. The first time this takes seconds, which are better spent before a loop
+    runs.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed; the message says how to install it.
+    """
+    try:
+        import asynccache.memory.cpu
+        import asynccache.memory.pools  # noqa: F401  so that they are there
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(without_torch(error), name=error.name) from None
+
+
+def open_device(name: str) -> Device:
+    """Open the device that a configuration names."""
+    if parse_device(name).kind == "cpu":
+        from asynccache.memory.cpu import CpuDevice
+
+        return CpuDevice()
+    from asynccache.memory.cuda.device import open_device
+
+    return open_device(name)
+
+
+async def open_local(
+    config: CacheConfig, specs: Sequence[PoolSpec], given: EmbedderParts, *, debug: bool = False
+) -> LocalWorker:
+    """Allocate the pools of ``specs`` and open the stores. ``debug``: fresh and free pages are to be filled with
+    poison. Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
+        Unavailable: a store cannot be opened now.
+    """
+    from asynccache.memory.poison import Poison
+    from asynccache.memory.pools import Mover
+
+    device, tiers, own = given.device, TieredStore(), given.device is None
+    mover: Mover | None = None
+
+    def allocate() -> Mover:
+        nonlocal device, mover
+        if device is None:
+            device = open_device(config.device)
+        mover = Mover(device, specs)
+        return mover
+
+    takes_stores = config.pools()[0].host_pages > 0
+    try:
+        # Pools first: they may be refused, and a store leaves traces. In a thread: a GPU is measured, and to pin
+        # 100 GiB takes half a minute.
+        made = await completed_in_thread(allocate)
+        if given.storage is not None and not takes_stores:
+            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
+        pools = PoolMap(specs, config.page_size, made.host_pools)
+        layout = store_layout(config.pools())
+        poison = Poison(made.device_pools.values(), config.page_size) if debug else None
+        worker = LocalWorker(made, pools, tiers, layout, takes_stores=takes_stores, own_device=own, poison=poison)
+        if given.storage is None:
+            await worker.open_first(list(map(given.locate, config.stores)), config.storage_options)
+        else:
+            await worker.open_first([given.storage], {})
+    except BaseException:
+        await completed(close_all(tiers, mover, device, MOMENT, own=own))
+        raise
+    return worker

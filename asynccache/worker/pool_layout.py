@@ -9,7 +9,7 @@ that derive from FULL (``follow``) are stored before it and read after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,19 @@ class PoolLayout:
         return bool(self.lead) and pool == self.lead[-1].name
 
 
+def size_of(moves: Iterable[Move], weights: Mapping[int, tuple[int, int]]) -> tuple[int, int, int]:
+    """Return how much ``moves`` copy: pages, FULL's pages among them, and bytes. ``weights``: for each component, how
+    many pages a slot stands for, and their bytes. FULL's pages are counted once, however many pools and workers have
+    them, because they hold the same tokens everywhere."""
+    pages = full_pages = size = 0
+    for component, slots, _ in moves:
+        count, (each, weight) = len(slots) // SLOT_BYTES, weights[component]
+        pages += count * each
+        full_pages += count if component == FULL else 0
+        size += count * weight
+    return pages, full_pages, size
+
+
 class HostPages(Protocol):
     """The part of a host pool that storage needs."""
 
@@ -70,19 +83,13 @@ class PoolMap(PoolLayout):
         self.written = ({**self.of, FULL: self.follow}, {FULL: self.lead})
         solid = [spec for pools in self.of.values() for spec in pools]
         self._digests = {spec.name: pool_digest(spec, page_size) for spec in solid}
-        self._weights = {c: sum(spec.bytes_per_page for spec in pools) for c, pools in self.of.items()}
+        self._weights = {c: (1, sum(spec.bytes_per_page for spec in pools)) for c, pools in self.of.items()}
         self._host = host
 
     def size_of(self, moves: Sequence[Move]) -> tuple[int, int, int]:
         """Return how much ``moves`` copy: slots of all components, how many of these are FULL's, and bytes in all
         pools."""
-        pages = full_pages = size = 0
-        for move in moves:
-            count = len(move.src) // SLOT_BYTES
-            pages += count
-            full_pages += count if move.component == FULL else 0
-            size += count * self._weights[move.component]
-        return pages, full_pages, size
+        return size_of(moves, self._weights)
 
     def key(self, pool: str, page_hash: bytes) -> PageKey:
         """Return the key under which a page of ``pool`` is stored."""
@@ -108,10 +115,8 @@ class PoolMap(PoolLayout):
     def key_of(self) -> Callable[[bytes], bytes] | None:
         """A function from a page's hash to the storage key of the last part of its FULL data; None if FULL has no
         stored object."""
-        if not self.lead:
-            return None
-        name = self.lead[-1].name
-        return lambda page_hash: self.key(name, page_hash).key
+        digest = self.digest
+        return (lambda page_hash: storage_key(page_hash, digest)) if digest else None
 
     def payloads(self, pool: str, slots: bytes) -> list[memoryview]:
         """Return the host bytes of each page of ``pool`` in ``slots`` (int32)."""

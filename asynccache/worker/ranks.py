@@ -66,10 +66,6 @@ class Topology:
         return place.tp + self.tp * (place.cp + self.cp * place.pp)
 
 
-def _as_it_is(url: str) -> Storage:
-    return url
-
-
 class Workers:
     """The workers of one cache, for ``AsyncCache``. ``own``: the rank of the head's own process; None: it has none.
     ``timeout``: seconds of silence that are a failure. ``arrival``: for how many seconds the next worker is waited for,
@@ -79,7 +75,7 @@ class Workers:
 
     def __init__(
         self, topology: Topology, *, own: int | None = 0, timeout: float = TIMEOUT, arrival: float = ARRIVAL,
-        shard: Shard | None = None, locate: Callable[[str], Storage] = _as_it_is,
+        shard: Shard | None = None, locate: Callable[[str], Storage] = lambda url: url,
     ) -> None:  # fmt: skip
         self.topology = checks.instance("topology", topology, Topology)
         self.own = None if own is None else checks.integer("own", own, 0, topology.ranks - 1)

@@ -1,7 +1,8 @@
-"""The transfer stages of a worker: ``backup_host`` (device to host), ``load_back`` (host to device, and the private
-copies on the device), ``backup_storage`` (writing to the stores) and ``prefetch`` (reading from them).
+"""The transfer stages between a device and its host: ``backup_host`` (device to host) and ``load_back`` (host to
+device, and the private copies on the device); what their tasks wait at (``Inbox``), and what all stages count
+(``StageMeter``). The other two stages write to the stores and read from them: see ``LocalWorker.store`` and ``read``.
 
-The first two have queues, and tasks that serve them. Queues have no bound, because the core bounds the operations in
+The stages here have queues, and tasks that serve them. Queues have no bound, because the core bounds the operations in
 flight. Laws:
 
 * Whenever its task wakes up, ``backup_host`` copies all backups that wait, as one copy. The event of this copy decides
@@ -13,39 +14,189 @@ flight. Laws:
 * The counters of ``load_back`` are about loads alone: a private copy brings nothing from the host.
 * If the copy for several loads fails, every load in it fails: an engine whose work was ordered behind its layers may
   have read them.
-* Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
-  worker writes.
-* Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
-  mostly finds the rest; the order is no proof of that. Of an operation that has failed, nothing more is written. The
-  head decides which backups are written as one batch, and when a batch is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, Move, Status
+from asynccache.core.plan import Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
-from asynccache.storage import PageKey, Result
-from asynccache.storage.tiers import TieredStore
-from asynccache.worker.inbox import Inbox
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.stats import StageMeter
-from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.work import CopyKind, Work
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import Mover
     from asynccache.worker.local import Reports
 
-BATCH_PAGES = 128
-"""The most pages of one call of a store, and of one step of the loop. A store that knows its index, or has its pages in
-memory, answers without suspending, so these stages give the loop a turn after each call."""
+T = TypeVar("T")
+
+# where tasks wait, and what they count
+
+
+class Inbox(Generic[T]):
+    """Items in order, for one or several tasks that read them. ``put`` never blocks and never fails."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._filled = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Inbox({len(self._items)})"
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def put(self, item: T) -> None:
+        """Add ``item`` and wake the readers."""
+        self._items.append(item)
+        self._filled.set()
+
+    async def filled(self) -> None:
+        """Return when there is something to take. Cancelling it takes nothing."""
+        while not self._items:
+            self._filled.clear()
+            await self._filled.wait()
+
+    def take(self) -> list[T]:
+        """Take and return all items."""
+        taken, self._items = list(self._items), deque()
+        return taken
+
+    def take_while(self, wanted: Callable[[T], bool]) -> list[T]:
+        """Take and return items from the front, as long as ``wanted`` returns True for the next one. ``wanted`` is
+        called once for each item that is taken, and once for the first that is not."""
+        taken = []
+        while self._items and wanted(self._items[0]):
+            taken.append(self._items.popleft())
+        return taken
+
+
+class ChangeSignal:
+    """A signal that several tasks of one loop may wait for, any number of times."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for. Cancelling
+        it stops the waiting."""
+        await self._event.wait()
+
+    def tell(self) -> None:
+        """Wake all tasks that wait now. A task that comes later waits for the next ``tell``."""
+        self._event.set()
+        self._event.clear()
+
+
+RESERVOIR = 1024
+
+
+class Latency(NamedTuple):
+    """Latencies in milliseconds. The percentiles are of the last ``RESERVOIR`` samples; ``max`` and ``samples`` (a
+    count) are of all."""
+
+    samples: int
+    p50: float
+    p99: float
+    max: float
+
+
+class StageStats(NamedTuple):
+    """Counters of one transfer stage. ``pages``: of all pools, but for copies between device and host in a cache
+    without ``workers`` of all components; ``full_pages``: of FULL, so that each stands for ``page_size``
+    tokens. ``errors``: operations that failed (prefetch: pages)."""
+
+    ops: int
+    pages: int
+    full_pages: int
+    bytes: int
+    errors: int
+    latency_ms: Latency
+
+
+BOUNDS_MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 10_000.0)
+
+
+class Histogram(NamedTuple):
+    """A histogram of the latencies of operations. ``counts[i]``: those that took at most ``bounds_ms[i]`` and longer
+    than the bound before; the last count: those that took longer than every bound. ``total_ms``: the sum of all
+    latencies."""
+
+    bounds_ms: tuple[float, ...]
+    counts: tuple[int, ...]
+    total_ms: float
+
+
+class StageMeter:
+    """One stage's counters."""
+
+    def __init__(self) -> None:
+        self.ops = 0
+        self.pages = 0
+        self.full_pages = 0
+        self.bytes = 0
+        self.errors = 0
+        self._samples: deque[float] = deque(maxlen=RESERVOIR)
+        self._count = 0
+        self._max = self._total = 0.0
+        self._buckets = [0] * (len(BOUNDS_MS) + 1)
+
+    def __repr__(self) -> str:
+        return f"StageMeter({self.ops} ops, {self.pages} pages, {self.bytes} bytes, {self.errors} errors)"
+
+    def count(self, ops: int, pages: int, full_pages: int, size: int) -> None:
+        """Count ``ops`` operations that moved ``pages`` pages, ``size`` bytes in all; ``full_pages`` of them are
+        FULL's."""
+        self.ops += ops
+        self.pages += pages
+        self.full_pages += full_pages
+        self.bytes += size
+
+    def ended(self, ops: int, status: Status, size: tuple[int, int, int]) -> None:
+        """Count ``ops`` operations that have ended with ``status``. ``size``: what they moved if they are DONE: pages,
+        FULL's pages and bytes."""
+        if status is Status.DONE:
+            self.count(ops, *size)
+        else:
+            self.errors += ops
+
+    def took(self, seconds: float, ops: int = 1) -> None:
+        """Note that ``ops`` operations took ``seconds`` each, from being queued to their outcome."""
+        milliseconds = seconds * 1e3
+        self._samples.extend(repeat(milliseconds, ops))
+        self._count += ops
+        self._total += milliseconds * ops
+        self._buckets[bisect_left(BOUNDS_MS, milliseconds)] += ops
+        if milliseconds > self._max:
+            self._max = milliseconds
+
+    def histogram(self) -> Histogram:
+        """Return the histogram of all latencies so far."""
+        return Histogram(BOUNDS_MS, tuple(self._buckets), self._total)
+
+    def read(self) -> StageStats:
+        """Return the counters as they are now."""
+        ordered = sorted(self._samples)
+        latency = Latency(self._count, _at(ordered, 0.5), _at(ordered, 0.99), self._max)
+        return StageStats(self.ops, self.pages, self.full_pages, self.bytes, self.errors, latency)
+
+
+def _at(ordered: Sequence[float], quantile: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * quantile))] if ordered else 0.0
+
+
+# copies
 
 
 class QueuedWork(NamedTuple):
@@ -126,19 +277,21 @@ class Copying(NamedTuple):
         return self.layers[i] if self.layers else self.done
 
 
-class _Line:
-    """The works that wait to be submitted to one stream, and the copies that are on it, both in order."""
+class _Line(Inbox[QueuedWork]):
+    """The works that wait to be submitted to one stream, and the copies that are on it (``flying``), both in order."""
 
     def __init__(self) -> None:
-        self.inbox: Inbox[QueuedWork] = Inbox()
+        super().__init__()
         self.flying: deque[Copying] = deque()
-        self.filled = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"{len(self)} queued, {sum(len(copying.work.ops) for copying in self.flying)} on the device"
+        return f"{len(self)} queued, {len(self.flying)} on the device"
 
-    def __len__(self) -> int:
-        return sum(len(queued.work.ops) for queued in self.inbox)
+    async def filled(self) -> None:
+        """Return when there is something to submit or to await. Cancelling it takes nothing."""
+        while not (self._items or self.flying):
+            self._filled.clear()
+            await self._filled.wait()
 
 
 class LoadBackStage:
@@ -158,13 +311,12 @@ class LoadBackStage:
         return f"LoadBackStage(loads {self._loads!r}; clones {self._clones!r}; {self.meter!r})"
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._clones)
+        return sum(len(queued.work.ops) for queued in (*self._loads, *self._clones))
 
     def put(self, work: Work, after: Sequence[Event]) -> None:
         """Queue ``work``; its outcome is reported exactly once."""
         line = self._clones if work.kind is CopyKind.CLONE else self._loads
-        line.inbox.put(QueuedWork(work, after, perf_counter()))
-        line.filled.set()
+        line.put(QueuedWork(work, after, perf_counter()))
 
     def copying(self, op: int) -> Copying | None:
         """Submit what is queued, and return the copy that ``op`` is part of; None once ``op`` has ended."""
@@ -176,13 +328,13 @@ class LoadBackStage:
         a copy, its loads are lost, and that is the end of the cache. The head is told before anybody can ask for these
         loads and take them for loads that have ended."""
         try:
-            loads = self._loads.inbox.take()
+            loads = self._loads.take()
             if loads:
                 moves, after = _joined(loads)
                 events = self._mover.load(moves, after)
                 for work, _, at in loads:
                     self._fly(self._loads, Copying(work, events.layers, events.done, None, at))
-            for work, waits, at in self._clones.inbox.take():
+            for work, waits, at in self._clones.take():
                 source = self._by_op.get(work.source)
                 needs = source.done if source is not None else None
                 event = self._mover.clone(work.moves, waits if needs is None else (*waits, needs))
@@ -193,7 +345,7 @@ class LoadBackStage:
 
     def _fly(self, line: _Line, copying: Copying) -> None:
         line.flying.append(copying)
-        line.filled.set()
+        line._filled.set()
         self._by_op.update(dict.fromkeys(copying.work.ops, copying))
 
     async def run(self) -> None:
@@ -207,9 +359,7 @@ class LoadBackStage:
 
     async def _serve(self, line: _Line) -> None:
         while True:
-            while not line.flying and not len(line.inbox):  # ``copying`` may have submitted what was queued
-                line.filled.clear()
-                await line.filled.wait()
+            await line.filled()  # ``copying`` may have submitted what was queued
             self.submit()
             copying = line.flying[0]
             work, count = copying.work, len(copying.work.ops)
@@ -221,163 +371,3 @@ class LoadBackStage:
                 self.meter.took(perf_counter() - copying.at, count)
                 self.meter.ended(count, status, self._pools.size_of(work.moves))
             self._post(status, work.ops)
-
-
-class WriteRun(NamedTuple):
-    """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
-    them to the stores that workers share. ``full``: True if they count as pages of FULL."""
-
-    op: int
-    ours: bool
-    keys: list[PageKey]
-    payloads: list[memoryview]
-    full: bool
-
-
-class WritingStage:
-    """Writes batches. Mutable state: the batches that were given up while they were written, by first operation."""
-
-    def __init__(self, store: TieredStore, pools: PoolMap) -> None:
-        self._store = store
-        self._pools = pools
-        self._given_up: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"WritingStage({self._pools!r})"
-
-    def give_up(self, op: int) -> None:
-        """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way. To
-        be called before or while ``store`` writes this batch, and not later."""
-        self._given_up.add(op)
-
-    async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
-        """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
-        pages."""
-        first, writing = batch[0].op, _Batch(self._store, self._pools, batch)
-        try:
-            for step in range(len(self._pools.written)):
-                for part in writing.parts(step):
-                    await writing.put(part)
-                    await asyncio.sleep(0)
-                    if first in self._given_up:
-                        writing.failed.update(op for op, left in writing.left.items() if left)
-        finally:
-            self._given_up.discard(first)
-        return StoredBatch(frozenset(writing.failed), writing.pages, writing.full_pages, writing.bytes)
-
-
-class _Batch:
-    """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
-    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
-
-    def __init__(self, store: TieredStore, pools: PoolMap, batch: Sequence[WriteOrder]) -> None:
-        self._store = store
-        self._pools = pools
-        self._batch = batch
-        self.left = {
-            op: sum(len(slots) // SLOT_BYTES * len(pools.of.get(component, ())) for component, _, slots in pages)
-            for op, pages in batch
-        }
-        self.failed: set[int] = set()
-        self.pages = self.full_pages = self.bytes = 0
-
-    def parts(self, step: int) -> Iterator[list[WriteRun]]:
-        """Yield the pages of the pools of one step (``PoolMap.written``), at most ``BATCH_PAGES`` at a time, without
-        those of operations that have failed by then."""
-        pools, written = self._pools, self._pools.written[step]
-        part: list[WriteRun] = []
-        room = BATCH_PAGES
-        for op, lists in self._batch:
-            for component, hashes, slots in lists:
-                for spec in written.get(component, ()):
-                    begin, count = 0, len(slots) // SLOT_BYTES
-                    while begin < count and op not in self.failed:
-                        end = min(count, begin + room)
-                        keys = pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
-                        payloads = pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
-                        part.append(WriteRun(op, spec.writes, keys, payloads, pools.counts(spec.name)))
-                        room -= end - begin
-                        begin = end
-                        if not room:
-                            yield part
-                            part, room = [], BATCH_PAGES
-        if part:
-            yield part
-
-    async def put(self, part: Sequence[WriteRun]) -> None:
-        """Write ``part``: to the shared stores what is ours, and all of it to stores of our own."""
-        ours, theirs = [run for run in part if run.ours], [run for run in part if not run.ours]
-        if ours:
-            await self._put_in(ours, shared=True)
-        if not theirs:
-            return
-        if self._store.writers(shared=False) or not self._store.writers():
-            await self._put_in(theirs, shared=False)
-        else:  # all stores are shared: another worker writes them
-            for run in theirs:
-                self.left[run.op] -= len(run.keys)
-
-    async def _put_in(self, part: Sequence[WriteRun], *, shared: bool) -> None:
-        keys = [key for run in part for key in run.keys]
-        payloads = [payload for run in part for payload in run.payloads]
-        results = await self._store.put(keys, payloads, shared=shared)
-        begin = 0
-        for run in part:
-            count = len(run.keys)
-            hits = results[begin : begin + count].count(Result.HIT)
-            begin += count
-            self.left[run.op] -= hits
-            self.pages += hits
-            self.full_pages += hits * run.full
-            self.bytes += hits * run.payloads[0].nbytes
-            if hits < count:
-                self.failed.add(run.op)
-
-
-class ReadingStage:
-    """Looks up and reads pages, at most ``BATCH_PAGES`` pages of a pool in one call of the store."""
-
-    def __init__(self, store: TieredStore, pools: PoolMap) -> None:
-        self._store = store
-        self._pools = pools
-
-    def __repr__(self) -> str:
-        return f"ReadingStage({self._pools!r})"
-
-    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """See ``LocalWorker.ask``."""
-        return [await self._answer(pool, hashes) for pool, hashes in asked]
-
-    async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
-        """See ``LocalWorker.read``."""
-        answers: list[bytes] = []
-        for pool, hashes, slots in reads:
-            pages = _run(answers[-1]) if run and answers else len(hashes) // HASH_BYTES
-            answers.append(await self._answer(pool, hashes[: pages * HASH_BYTES], slots))
-        return answers
-
-    async def _answer(self, pool: str, hashes: bytes, slots: bytes | None = None) -> bytes:
-        """Return a result for each page. With ``slots`` the pages are read, and else only looked up."""
-        if not self._pools.has(pool):
-            return _nothing_lacks(hashes)
-        answers = bytearray()
-        for at in range(0, len(hashes) // HASH_BYTES, BATCH_PAGES):
-            keys = self._pools.keys(pool, hashes[at * HASH_BYTES : (at + BATCH_PAGES) * HASH_BYTES])
-            if slots is None:
-                answers += bytes(await self._store.exists(keys))
-            else:
-                own = slots[at * SLOT_BYTES : (at + len(keys)) * SLOT_BYTES]
-                answers += bytes(await self._store.get(keys, self._pools.payloads(pool, own)))
-            await asyncio.sleep(0)
-        return bytes(answers)
-
-
-def _nothing_lacks(hashes: bytes) -> bytes:
-    """Return the answer for a pool of which this worker has no bytes: a HIT for each page, since other workers' answers
-    decide."""
-    return bytes([Result.HIT]) * (len(hashes) // HASH_BYTES)
-
-
-def _run(answer: bytes) -> int:
-    """Return how many pages of ``answer`` come before the first that is not a HIT."""
-    return len(answer) - len(answer.lstrip(bytes([Result.HIT])))

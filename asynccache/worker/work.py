@@ -18,12 +18,12 @@ class CopyKind(IntEnum):
 
 
 class Work(NamedTuple):
-    """One effect of the core, or several backups that follow each other. Its operations ``ops`` are copied together and
-    end together. ``moves``: all that they copy. ``source``: the load whose pages a private copy is made of; 0: no
-    load. ``after``: the numbers of the batches that must be over, on the device, before the copy begins."""
+    """One copy of a plan. Its operations ``ops`` end together; only a backup has more than one. ``moves``: what they
+    copy. ``source``: the load whose pages a private copy is made of; 0: no load. ``after``: the numbers of the batches
+    that must be over, on the device, before the copy begins."""
 
     kind: CopyKind
-    ops: list[int]
+    ops: tuple[int, ...]
     moves: tuple[Move, ...]
     source: int = 0
     after: tuple[int, ...] = ()
@@ -43,6 +43,38 @@ class ReadOrder(NamedTuple):
     pool: str
     hashes: bytes
     slots: bytes
+
+
+class PageQuestion(NamedTuple):
+    """A question of ``AsyncCache(debug=True)``: what do these device pages of ``component`` hold? ``slots``: int32."""
+
+    component: int
+    slots: bytes
+
+
+class PageBytes(NamedTuple):
+    """What pages hold, in the order of their slots. ``sums``: a checksum of each, of as many bytes as of every other.
+    ``tokens``: the bits of each token (``asynccache.memory.poison``), as many for a page as for every other; empty: no
+    pool here has bytes. ``untouched``: the layers in which nobody has written any of them."""
+
+    sums: bytes
+    tokens: bytes
+    untouched: list[str]
+
+
+class DamagedPage(NamedTuple):
+    """A device page that was free when somebody wrote it."""
+
+    component: int
+    slot: int
+    pool: str
+
+
+class Inspected(NamedTuple):
+    """The answer to questions, one for each, and the free pages that were found written since the last answer."""
+
+    pages: list[PageBytes]
+    damaged: list[DamagedPage]
 
 
 class WriteOrder(NamedTuple):

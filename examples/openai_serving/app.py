@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -23,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from asynccache import AsyncCacheError, ConfigError
 from openai_serving import arrival
 from openai_serving.protocol import ApiError, Json, ParsedRequest, Prompt, parse, parse_prompt
-from openai_serving.service import Choices, Service
+from openai_serving.service import Choices, Generation, Service
 
 MAX_BODY = 16 << 20
 
@@ -149,12 +150,30 @@ class OpenAIAnswer:
 
     def _said(self, index: int, text: str) -> Json:
         said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.ask.chat else {"text": text}
-        return {"index": index, "logprobs": None, **said, "finish_reason": self.choices.all[index].reason}
+        return {"index": index, "logprobs": self._scores(self.choices.all[index]), **said,
+                "finish_reason": self.choices.all[index].reason}  # fmt: skip
+
+    def _scores(self, generation: Generation) -> Json | None:
+        """The log-probabilities, in the form of the endpoint."""
+        told = generation.told
+        if self.ask.top is None:
+            return None
+        if self.ask.chat:
+            return {"content": [{**_scored(text, score.logprob), "top_logprobs": [_scored(*one) for one in top]}
+                                for text, score, top in told], "refusal": None}  # fmt: skip
+        texts = [text for text, _, _ in told]
+        return {"tokens": texts, "token_logprobs": [score.logprob for _, score, _ in told],
+                "top_logprobs": [dict(top) for _, _, top in told],
+                "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else []}  # fmt: skip
 
     def _chunk(self, index: int, reason: str | None = None, **delta: str) -> Json:
         said = {"delta": delta} if self.ask.chat else {"text": delta.get("content", "")}
         chunk = {**self._head, "choices": [{"index": index, "logprobs": None, **said, "finish_reason": reason}]}
         return chunk | {"usage": None} if self.ask.include_usage else chunk
+
+
+def _scored(text: str, logprob: float) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class EventStream(StreamingResponse):

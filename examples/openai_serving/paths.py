@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from asynccache_hf import BatchRequest, Layout, PagedModel, PrefixCache, describe
+from asynccache_hf import BatchRequest, Layout, PrefixCache, describe
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
+from asynccache_shim.model import returned
 from asynccache_shim.request import add_token, begin_request, end_request
-from asynccache_shim.thread import returned
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
+from openai_serving.scores import ScoredModel, Scores
 
 R = TypeVar("R")
 OnEvent = Callable[[Any], None]
@@ -36,7 +37,8 @@ LEAST_P = 1e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedAnswer:
     """The answer that is to be computed: at most ``most`` tokens that follow ``tokens``. Generation ends earlier with
-    one of the tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache."""
+    one of the tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache. ``scores``: where the
+    log-probabilities of the tokens go, before the tokens themselves; None: nobody asked for them."""
 
     tokens: list[int] = field(repr=False)
     most: int
@@ -44,6 +46,7 @@ class WantedAnswer:
     sampling: Sampling
     priority: int = 0
     salt: str | None = None
+    scores: Scores | None = None
 
 
 class TokenStream(Protocol):
@@ -127,6 +130,7 @@ class SchedulerPath:
         self._stack = AsyncExitStack()
         self._cache: AsyncCache
         self._scheduler: Scheduler
+        self._paged: ScoredModel
 
     @property
     def limit(self) -> int | None:
@@ -135,8 +139,9 @@ class SchedulerPath:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             self._cache = await stack.enter_async_context(AsyncCache(self._config, on_event=self._means.on_event))
-            model = PagedModel(self.model, self._layout, self._cache.pools)
-            self._scheduler = await stack.enter_async_context(Scheduler(self._cache, model, self._means.scheduler))
+            self._paged = ScoredModel(self.model, self._layout, self._cache.pools)
+            scheduler = Scheduler(self._cache, self._paged, self._means.scheduler)
+            self._scheduler = await stack.enter_async_context(scheduler)
             self._stack = stack.pop_all()
         return self
 
@@ -147,7 +152,10 @@ class SchedulerPath:
         limits = Limits(wanted.most, wanted.ends)
         request = Request(wanted.tokens, limits, priority=wanted.priority, namespace=wanted.salt,
                           sampling=wanted.sampling)  # fmt: skip
-        return self._scheduler.submit(request)
+        self._scheduler.submit(request)
+        if wanted.scores is not None and request.number is not None:
+            self._paged.scored[request.number] = wanted.scores
+        return request
 
     async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
         return await question(self._cache)
@@ -240,8 +248,10 @@ class PrefixPath:
         with torch.random.fork_rng(enabled=wanted.sampling.seed is not None):
             if wanted.sampling.seed is not None:
                 torch.manual_seed(wanted.sampling.seed)
-            out = cached.generate(ids, namespace=wanted.salt, streamer=_Streamer(run), max_new_tokens=wanted.most,
-                                  stopping_criteria=[_Aborted(run)], eos_token_id=sorted(wanted.ends) or None,
+            last = _LastLogits()
+            out = cached.generate(ids, namespace=wanted.salt, streamer=_Streamer(run, last, wanted.scores),
+                                  max_new_tokens=wanted.most, stopping_criteria=[_Aborted(run)],
+                                  logits_processor=[last], eos_token_id=sorted(wanted.ends) or None,
                                   **_sampled(wanted.sampling))  # fmt: skip
         made: list[int] = out[0, len(wanted.tokens) :].tolist()
         return made
@@ -254,15 +264,29 @@ def _sampled(sampling: Sampling) -> dict[str, Any]:
     return {"do_sample": True, "temperature": sampling.temperature, "top_p": max(sampling.top_p, LEAST_P), "top_k": 0}
 
 
+class _LastLogits:
+    """A logits processor that changes nothing, and keeps the logits that the next token is drawn from."""
+
+    row: torch.Tensor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.row = scores[0]
+        return scores
+
+
 class _Streamer:
     """Hands tokens on to a run. transformers calls ``put`` with the prompt first, and then with each token."""
 
-    def __init__(self, run: BatchRequest) -> None:
+    def __init__(self, run: BatchRequest, last: _LastLogits, scores: Scores | None) -> None:
         self._run = run
+        self._last = last
+        self._scores = scores
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
         for token in value.reshape(-1).tolist() if self._begun and self._run.finish is None else ():
+            if self._scores is not None:
+                self._scores.add(token, self._last.row)
             add_token(self._run, token)
         self._begun = True
 

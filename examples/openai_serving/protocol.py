@@ -20,10 +20,12 @@ COMPLETION_TOKENS = 16
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
+MAX_TOP = {True: 20, False: 5}
+"""How many of the likeliest tokens a chat and a completion may ask for, as in OpenAI's API."""
 
 _IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "logprobs": (False,), "frequency_penalty": (0,),
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
 }  # fmt: skip
@@ -48,7 +50,8 @@ class ApiError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """One request, checked. ``prompt``: a text, tokens, or the messages of a chat. ``max_tokens``: None: the endpoint's
-    default, or less if there is no room for it. ``choices``: how many answers are wanted."""
+    default, or less if there is no room for it. ``choices``: how many answers are wanted. ``top``: how many of the
+    likeliest tokens are wanted beside each token's log-probability; None: no log-probabilities."""
 
     chat: bool
     model: str
@@ -61,6 +64,7 @@ class ParsedRequest:
     include_usage: bool
     priority: int
     cache_salt: str | None
+    top: int | None
 
 
 def parse(raw: bytes, *, chat: bool) -> ParsedRequest:
@@ -87,6 +91,7 @@ def parse(raw: bytes, *, chat: bool) -> ParsedRequest:
         include_usage=_include_usage(body.take("stream_options"), stream),
         priority=body.integer("priority", -(2**31), 2**31 - 1) or 0,
         cache_salt=body.text("cache_salt"),
+        top=_top(body, chat, stream),
     )
     body.finish()
     return ask
@@ -207,6 +212,24 @@ def _wrong(name: str, value: Any, what: str, code: str = "invalid_value") -> Api
 def _max_tokens(body: Body) -> int | None:
     old, new = (body.integer(name, 1, 2**31 - 1) for name in ("max_tokens", "max_completion_tokens"))
     return old if new is None else new
+
+
+def _top(body: Body, chat: bool, stream: bool) -> int | None:
+    """How many of the likeliest tokens are asked for. For completions that is ``logprobs`` itself; a chat says whether
+    it wants any by ``logprobs``, and how many by ``top_logprobs``."""
+    if chat:
+        wanted, count = body.flag("logprobs"), body.integer("top_logprobs", 0, MAX_TOP[True])
+        if count is not None and not wanted:
+            raise _wrong("top_logprobs", count, "needs logprobs=true")
+        top = (count or 0) if wanted else None
+    else:
+        top = body.take("logprobs")
+        top = None if top is False else top  # some clients send what a chat would
+        if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP[False]):
+            raise _wrong("logprobs", top, f"must be an integer from 0 to {MAX_TOP[False]}")
+    if top is not None and stream:
+        raise _wrong("logprobs", top, "is not supported with stream=true", code="unsupported_parameter")
+    return top
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -22,8 +22,9 @@ from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
 from asynccache.metrics import CacheCollector, LoopLag
 from openai_serving.paths import Path, TokenStream, WantedAnswer
 from openai_serving.protocol import COMPLETION_TOKENS, ApiError, ParsedRequest, Prompt, tokens_of
+from openai_serving.scores import Score, Scores
 from openai_serving.text import StopStrings
-from openai_serving.words import Words
+from openai_serving.words import Words, spoken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +47,14 @@ class ServiceParts:
 
 class Generation:
     """An answer that is being generated. Its text can be iterated over once. ``made``: how many tokens it has so far.
-    ``reason``: why it ended, in OpenAI's words; set after the iteration."""
+    ``reason``: why it ended, in OpenAI's words; set after the iteration. ``scores``: the log-probabilities of its
+    tokens so far; None: the request did not ask for them."""
 
-    def __init__(self, service: Service, run: TokenStream, ask: ParsedRequest, tokens: Sequence[int]) -> None:
+    def __init__(self, service: Service, run: TokenStream, ask: ParsedRequest, tokens: Sequence[int],
+                 scores: Scores | None) -> None:  # fmt: skip
         self._service = service
         self._run = run
+        self.scores = scores
         self._ask = ask
         self._stops = StopStrings(ask.stops)
         self._ends = service.served.words.ends
@@ -87,6 +91,14 @@ class Generation:
             self.reason = "length"
         else:
             raise ApiError(503, "the request was aborted: the server is closing", kind="server_error")
+
+    @property
+    def told(self) -> list[tuple[str, Score, list[tuple[str, float]]]]:
+        """The scores of the tokens that are part of the text: each token as a text, its score, and the likeliest tokens
+        as texts. Empty if the request did not ask for them."""
+        words, scores = self._service.served.words, [] if self.scores is None else self.scores.all[: self.made]
+        return [(spoken(words, one.token), one, [(spoken(words, token), value) for token, value in one.top])
+                for one in scores if one.token not in self._ends]  # fmt: skip
 
     @property
     def hits(self) -> Mapping[str, int]:
@@ -223,7 +235,9 @@ class Service:
         choices = Choices(self, len(tokens))
         try:
             for index in range(ask.choices):
-                generation = Generation(self, self._start(ask, tokens, most, index), ask, tokens)
+                scores = None if ask.top is None else Scores(ask.top)
+                run = self._start(ask, tokens, most, index, scores)
+                generation = Generation(self, run, ask, tokens, scores)
                 choices.all.append(generation)
                 self._live.add(generation)
         except BaseException:
@@ -231,15 +245,17 @@ class Service:
             raise
         return choices
 
-    def _start(self, ask: ParsedRequest, tokens: list[int], most: int, index: int) -> TokenStream:
+    def _start(self, ask: ParsedRequest, tokens: list[int], most: int, index: int,
+               scores: Scores | None) -> TokenStream:  # fmt: skip
         """Start answer number ``index``. If the request has a seed, each answer gets a different one."""
         sampling = ask.sampling
         if sampling.seed is not None:
             sampling = sampling._replace(seed=sampling.seed + index)
         try:
-            ends = self.served.words.ends
-            return self.served.path.start(WantedAnswer(tokens=tokens, most=most, ends=ends, sampling=sampling,
-                                                 priority=ask.priority, salt=ask.cache_salt))  # fmt: skip
+            return self.served.path.start(WantedAnswer(
+                tokens=tokens, most=most, ends=self.served.words.ends, sampling=sampling, priority=ask.priority,
+                salt=ask.cache_salt, scores=scores,
+            ))  # fmt: skip
         except CacheFull as error:
             raise _too_long(str(error), ask) from error
         except CacheClosed as error:

@@ -69,6 +69,13 @@ class Words(Protocol):
         ...
 
 
+def spoken(words: Words, token: int) -> str:
+    """One token as a text; ``<number>`` if it is no text by itself."""
+    reader = words.reader()
+    text = reader.put(token) + reader.rest()
+    return text if text and DAMAGED not in text else f"<{token}>"
+
+
 class CheckpointWords:
     """The tokenizer that comes with a model's weights, with its chat template."""
 

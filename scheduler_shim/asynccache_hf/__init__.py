@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from asynccache.extras import install
 
 if TYPE_CHECKING:
-    from asynccache_hf.batch_request import BatchRequest
-    from asynccache_hf.batching import ContinuousBatching
-    from asynccache_hf.cached_model import Counts
-    from asynccache_hf.describing import describe
+    from asynccache_hf.batches import ContinuousBatching
+    from asynccache_hf.cached_model import BatchRequest, Counts
+    from asynccache_hf.description import describe
     from asynccache_hf.layout import Layout
     from asynccache_hf.paged import PagedModel
     from asynccache_hf.prefix import PrefixCache
@@ -31,7 +30,7 @@ INSTALL = install("hf")
 
 _LAZY = {
     "Layout": "layout", "PagedModel": "paged", "PrefixCache": "prefix", "Counts": "cached_model",
-    "describe": "describing", "ContinuousBatching": "batching", "BatchRequest": "batch_request",
+    "describe": "description", "ContinuousBatching": "batches", "BatchRequest": "cached_model",
 }  # fmt: skip
 
 

@@ -1,20 +1,23 @@
 """The part that ``PrefixCache`` and ``ContinuousBatching`` share: a model of transformers with its cache and the
-scheduler that serves requests on it, in an event loop in a thread of its own, for callers that are not asynchronous."""
+scheduler that serves requests on it, in an event loop in a thread of its own, for callers that are not asynchronous.
+
+``BatchRequest`` is a request to it. Unlike the scheduler's own requests it may be read and aborted by any thread,
+and in any event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from asynccache_shim import Finish, Limits, Sampling, Scheduler, SchedulerConfig
-from asynccache_shim.request import Tokens, end_request
+from asynccache_shim.request import Request, Tokens, end_request
 
 from asynccache import AsyncCache, CacheClosed, CacheConfig, ConfigError, Hits
-from asynccache_hf.batch_request import BatchRequest
 from asynccache_hf.identity import ModelIdentity
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import PagedModel
@@ -54,6 +57,90 @@ def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
         ConfigError: a setting is unusable.
     """
     return layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
+
+
+class BatchRequest(Request):
+    """One prompt that is being continued. ``output``: its new tokens so far. ``finish``: how the request ended; None:
+    it has not. ``error``: the error with which it failed; None: it has not failed. ``hits``: the prompt's cached tokens
+    by tier; None while the request waits for room. Iterating yields the tokens as they are made."""
+
+    def __init__(
+        self, tokens: list[int] | Tokens, limits: Limits, soon: Callable[..., None],
+        begun: Callable[[int, Hits], None], **terms: Any,
+    ) -> None:  # fmt: skip
+        """``soon`` calls a function in the thread that serves the request; ``begun`` is told the length of the prompt
+        and its hits."""
+        super().__init__(tokens, limits, **terms)
+        self._soon = soon
+        self._begun = begun
+        self._changed = threading.Condition()
+
+    def abort(self) -> None:
+        """End the request soon, as ``Finish.ABORTED``, with the tokens that it has. A request that is over stays as it
+        is. The call does not wait."""
+        if self.finish is None:
+            with suppress(CacheClosed):  # closing ends all requests
+                self._soon(super().abort)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the request is over, however it ended. Blocks the thread.
+
+        Raises:
+            TimeoutError: it is not over after ``timeout`` seconds; it goes on.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finish is not None, timeout):
+                raise TimeoutError(f"the request is not over after {timeout} s")
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """Return the whole output. Blocks the thread until the request is over.
+
+        Raises:
+            TimeoutError: it is not over after ``timeout`` seconds; it goes on.
+            BaseException: what the request failed of.
+        """
+        self.wait(timeout)
+        if self.error is not None:
+            raise self.error
+        return self.output
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the output from its first token on; blocks the thread until each token is there. There may be any
+        number of readers. A request that failed raises its error after the last token."""
+        at = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda at=at: self.finish is not None or len(self.output) > at)  # type: ignore[misc]
+            if at == len(self.output):
+                self.result()
+                return
+            yield self.output[at]
+            at += 1
+
+    def _begin(self, hits: Hits) -> None:
+        super()._begin(hits)
+        self._begun(len(self.tokens), hits)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            with suppress(RuntimeError):  # the reader's loop is closed: nobody reads there any more
+                waiter.get_loop().call_soon_threadsafe(_done, waiter)
+
+    async def _news(self, seen: int) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if self.finish is not None or len(self.output) > seen:
+                return
+            self._waiters.append(waiter)
+        await waiter
+
+
+def _done(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class LoopThread:
@@ -222,7 +309,7 @@ class CachedModel:
 
     async def _end(self) -> None:
         try:
-            await self._scheduler.aclose(_closed())
+            await self._scheduler.aclose(CacheClosed("the cache was closed before the request was over"))
         finally:
             await self._cache.aclose()
 
@@ -269,7 +356,3 @@ class CachedModel:
     def _count(self, prompt: int, hits: Hits) -> None:
         with self._counting:
             self._counts = self._counts.plus(prompt, hits)
-
-
-def _closed() -> CacheClosed:
-    return CacheClosed("the cache was closed before the request was over")

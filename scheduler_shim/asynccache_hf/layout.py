@@ -68,7 +68,7 @@ class Layout:
     ``window`` is the longest of the sliding windows, or 0.
 
     ``kind``: transformers' class of the model's cache. ``limit``: the most tokens that a request may have, prompt and
-    output, or None (see ``describing.longest``). ``one_by_one``: a call that goes on after recurrent states computes
+    output, or None (see ``description.longest``). ``one_by_one``: a call that goes on after recurrent states computes
     one token, since the model forgets them otherwise. ``packed``: several requests may be computed in one call.
     """
 

@@ -6,7 +6,7 @@ that has whole pages can go on from their end.
 
 There are two ways to make a call. ``FilledCache`` is for any model: transformers' own cache for one request, filled
 from pages, and what the model adds to it is written back. ``PackedRows`` is for models whose layers all keep keys and
-values by token: the tokens of several requests stand in one row, and ``asynccache_hf.attending`` reads and writes the
+values by token: the tokens of several requests stand in one row, and ``asynccache_hf.attention`` reads and writes the
 pages where they are. ``describe`` tries both.
 """
 
@@ -21,7 +21,7 @@ import torch
 from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.attending import (
+from asynccache_hf.attention import (
     KEYWORD,
     PagedAttention,
     StepRow,
@@ -204,9 +204,15 @@ class PagedModel:
         opened = self.open(tables_of(chunk), chunk.start, self._tails_of(chunk))
         logits = self._run(opened.cache, chunk, keep)
         opened.save(chunk.stop)
-        self._keep_tails(opened, chunk)
-        if chunk.checkpoint is not None:
-            self._copy_state(int(chunk.states[0]), chunk.checkpoint.slot)
+        if chunk.stop % self.layout.page_size == 0 or not self._has_tails:
+            self._tails.pop(chunk.request_id, None)
+        else:
+            self._tails[chunk.request_id] = chunk.stop, opened.tails()
+        if chunk.checkpoint is not None:  # copy the states of all layers from one slot to another
+            for bound in self._bound:
+                for track, slots in zip(bound.part.tracks, bound.slots, strict=True):
+                    if track.source == "mamba":
+                        slots.copy(int(chunk.states[0]), chunk.checkpoint.slot)
         return logits
 
     def _run(self, cache: Any, chunk: Chunk, keep: int) -> torch.Tensor:
@@ -217,13 +223,6 @@ class PagedModel:
             return run(self._model, ids, cache, keep, chunk.start)
         logits = [run(self._model, ids[i : i + 1], cache, 1, chunk.start + i) for i in range(len(ids))]
         return torch.cat(logits[-keep:])
-
-    def _copy_state(self, source: int, target: int) -> None:
-        """Take a checkpoint: copy the recurrent states of all layers from one slot to another."""
-        for bound in self._bound:
-            for track, slots in zip(bound.part.tracks, bound.slots, strict=True):
-                if track.source == "mamba":
-                    slots.copy(source, target)
 
     def _tails_of(self, chunk: Chunk) -> Tails | None:
         """Return the tails that were kept where the request stopped; None if a page ended there.
@@ -237,12 +236,6 @@ class PagedModel:
         if stop != chunk.start:
             raise RuntimeError(f"request {chunk.request_id} stopped at {stop} and cannot go on at {chunk.start}")
         return tails
-
-    def _keep_tails(self, opened: FilledCache, chunk: Chunk) -> None:
-        if chunk.stop % self.layout.page_size == 0 or not self._has_tails:
-            self._tails.pop(chunk.request_id, None)
-        else:
-            self._tails[chunk.request_id] = chunk.stop, opened.tails()
 
 
 def tables_of(chunk: Chunk) -> Mapping[str, Pages]:

@@ -29,7 +29,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from asynccache import AsyncCache, CacheFull, ConfigError, Hits, Lease, LoadFailed, checks
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.call import VERSION, cache_name, parameters
-from asynccache_hf.describing import identified
+from asynccache_hf.description import identified
 from asynccache_hf.layout import Layout
 from asynccache_hf.sampling import NO_PAGES, SPECULATION, refuse, sampling_of
 from asynccache_hf.trial import ExpectedLogits, TrialStage, compared, tolerance
@@ -230,7 +230,7 @@ class PrefixCache(CachedModel):
             self._publish(asked, lease, made[:stop])
             return out
         finally:
-            self._loop.call(_released(lease))
+            self._loop.call(lease.__aexit__(None, None, None))
 
     def _without(self, row: torch.Tensor, pads: int, asked: _Asked) -> Any:
         self._count(len(row), Hits(0, 0, 0))
@@ -341,10 +341,6 @@ async def _loaded_lease(
                 raise
         else:
             return lease
-
-
-async def _released(lease: Lease) -> None:
-    await lease.__aexit__(None, None, None)
 
 
 async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:

@@ -22,7 +22,7 @@ import torch
 from asynccache_shim.model import Checkpoint, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.attending import can_attend
+from asynccache_hf.attention import can_attend
 from asynccache_hf.call import VERSION, run_alone
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import PagedModel
@@ -101,14 +101,11 @@ def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
                 what = f"{type(error).__name__}: {error}"
                 raise ConfigError(f"{type(model).__name__}: on pages it raises {what} ({VERSION})") from error
             continue
-        if missed[-1][0].error <= tolerance(model) and not _doubtful(model, way):
+        half = model.dtype in (torch.float16, torch.bfloat16)
+        # With states, rounding may hide that one was lost: then the safer way is tried as well.
+        if missed[-1][0].error <= tolerance(model) and not (half and way.recurrent and not way.one_by_one):
             return way
     return _chosen(model, missed, expected)
-
-
-def _doubtful(model: Any, way: Layout) -> bool:
-    """Return True if rounding may hide that a state was lost: then the safer way is tried as well."""
-    return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
 
 
 def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], expected: ExpectedLogits) -> Layout:

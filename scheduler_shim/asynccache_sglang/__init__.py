@@ -8,7 +8,7 @@ own tree decides what its L1 and L2 keep; this package moves pages between SGLan
     identity     what must be equal for a stored page to be usable: the namespace, and a suffix of the keys of each pool
     hits         how many pages of a prefix can be restored, given the pages that the stores have
     pools        where the pages of a host pool lie, and how a page that lies in several places is copied
-    moving       moves one batch of pages of several pools to the stores or back, with a deadline; has memory for pages
+    moves        moves one batch of pages of several pools to the stores or back, with a deadline; has memory for pages
                  that are copied on their way
     storage      the class that SGLang calls
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asynccache.errors import ConfigError
 from asynccache.storage import weights_digest
@@ -119,13 +119,10 @@ def namespace(weights: str, model_name: str | None, server: ServerOptions, shard
 def suffix(kind: PageMake, shard: ModelShard) -> bytes:
     """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
-    return _digest([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])
+    facts = json.dumps([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])
+    return hashlib.sha256(facts.encode()).digest()[:SUFFIX_BYTES]
 
 
 def page_keys(keys: Sequence[str], behind: bytes) -> list[bytes]:
     """The stores' keys for SGLang's ``keys``, each with the suffix ``behind``."""
     return [key.encode() + behind for key in keys]
-
-
-def _digest(fields: list[Any]) -> bytes:
-    return hashlib.sha256(json.dumps(fields).encode()).digest()[:SUFFIX_BYTES]

@@ -63,15 +63,23 @@ def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
         raise ConfigError(f"extra config: there is no option {unknown[0]!r}; there are {', '.join(OURS)}")
     if not given.get("interface_v1"):
         raise ConfigError('extra config: set "interface_v1": 1, so that the stores read and write SGLang\'s own pools')
-    made: dict[str, Any] = {"storage": _urls(given.get("storage"))}
+    named = given.get("storage")
+    urls = [named] if isinstance(named, str) else named
+    if not isinstance(urls, (list, tuple)) or not urls or not all(isinstance(url, str) and url for url in urls):
+        raise ConfigError(
+            f"storage={checks.shown(named)} must be the URL of a store, or a list of them, the nearest first, as in "
+            f"file:/var/kv?capacity=100GiB"
+        )
+    made: dict[str, Any] = {"storage": tuple(urls)}
     for name in ("namespace", "model"):
         if given.get(name) is not None:
             made[name] = checks.text(name, given[name], empty=False)
     for name in ("timeout", "lookup_timeout"):
         if given.get(name) is not None:
             made[name] = checks.number(name, given[name], above=0)
-    if given.get("staging") is not None:
-        made["staging"] = _bytes(given["staging"])
+    if (staging := given.get("staging")) is not None:
+        size = parse_size("staging", staging) if isinstance(staging, str) else staging
+        made["staging"] = checks.integer("staging", size, 1)
     if given.get("store_options") is not None:
         made["store_options"] = checks.texts("store_options", given["store_options"], numbers=True)
     return SglangOptions(**made)
@@ -96,19 +104,3 @@ def placed(urls: tuple[str, ...], ranks: Mapping[str, int], replicated: bool) ->
             url = url.replace(f"{{{name}}}", str(ranks[name]))
         made.append(url)
     return tuple(made)
-
-
-def _urls(value: Any) -> tuple[str, ...]:
-    urls = [value] if isinstance(value, str) else value
-    if not isinstance(urls, (list, tuple)) or not urls or not all(isinstance(url, str) and url for url in urls):
-        raise ConfigError(
-            f"storage={checks.shown(value)} must be the URL of a store, or a list of them, the nearest first, as in "
-            f"file:/var/kv?capacity=100GiB"
-        )
-    return tuple(urls)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, str):
-        value = parse_size("staging", value)
-    return checks.integer("staging", value, 1)

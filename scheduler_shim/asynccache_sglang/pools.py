@@ -134,21 +134,19 @@ def source_of(name: str, host_pool: Any) -> DirectPages | CopiedPages:
     """
     if getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 1):
         return MarkPages(host_pool)
-    source = _by_parts(host_pool) or _whole(name, host_pool)
+    source: DirectPages | PartViews | WholePages | None = _by_parts(host_pool)
+    if source is None:
+        try:
+            source = WholePages(host_pool)
+        except Exception as error:
+            layout = getattr(host_pool, "layout", None)
+            raise ConfigError(
+                f"host pool {name!r} ({type(host_pool).__name__}, layout {layout!r}) neither says where its pages lie "
+                f"nor gives copies of them: {error!r}. Use --hicache-mem-layout page_first"
+            ) from error
     if not sum(source.parts):
         raise ConfigError(f"host pool {name!r} ({type(host_pool).__name__}) has pages without bytes")
     return source
-
-
-def _whole(name: str, host_pool: Any) -> WholePages:
-    try:
-        return WholePages(host_pool)
-    except Exception as error:
-        layout = getattr(host_pool, "layout", None)
-        raise ConfigError(
-            f"host pool {name!r} ({type(host_pool).__name__}, layout {layout!r}) neither says where its pages lie nor "
-            f"gives copies of them: {error!r}. Use --hicache-mem-layout page_first"
-        ) from error
 
 
 def page_size_of(host_pool: Any) -> int:
@@ -165,7 +163,8 @@ def flat_bytes(tensor: Any) -> Bytes:
 
 
 def _by_parts(host_pool: Any) -> DirectPages | PartViews | None:
-    page_size, pages = page_size_of(host_pool), _page_count(host_pool)
+    page_size, count = page_size_of(host_pool), getattr(host_pool, "page_num", None)
+    pages = int(host_pool.size) // page_size if count is None else int(count)
     try:
         metas = [_meta(host_pool, page * page_size, page_size) for page in (0, min(1, pages - 1), pages - 1)]
     except Exception:  # pools that do not support this raise NotImplementedError, ValueError, TypeError and others
@@ -185,11 +184,6 @@ def _by_parts(host_pool: Any) -> DirectPages | PartViews | None:
     if len(views) == 1 and views[0].flags.c_contiguous:
         return DirectPages(views[0].reshape(-1), sizes[0], page_size)
     return PartViews(views, page_size)
-
-
-def _page_count(host_pool: Any) -> int:
-    count = getattr(host_pool, "page_num", None)
-    return int(host_pool.size) // page_size_of(host_pool) if count is None else int(count)
 
 
 def _meta(host_pool: Any, index: int, page_size: int) -> tuple[list[int], list[int]]:

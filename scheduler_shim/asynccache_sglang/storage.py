@@ -33,7 +33,7 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Pages, Result
 from asynccache_sglang import identity
 from asynccache_sglang.hits import PoolPresence, fold, leading
-from asynccache_sglang.moving import GRACE, MoveDirection, OpenedPool, PoolMove, StagingRows, move
+from asynccache_sglang.moves import GRACE, MoveDirection, OpenedPool, PoolMove, StagingRows, move
 from asynccache_sglang.options import placed, resolve
 from asynccache_sglang.pools import DirectPages, source_of
 
@@ -259,7 +259,12 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         except Unavailable as error:
             self._warn("exists", f"nothing is looked up: {error}")
         for name, future in asked.items():
-            found[name] = [result is Result.HIT for result in self._known("look up", name, future.result())]
+            results = future.result()
+            found[name] = [result is Result.HIT for result in results]
+            failed = results.count(Result.FAILED)
+            if failed and self._pages is not None:
+                self._warn(f"look up {name}", f"for {failed} of {len(results)} pages of pool {name} it is not known "
+                           f"whether they are stored{_why(self._pages)}")  # fmt: skip
         return found
 
     def _move_transfers(self, way: MoveDirection, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
@@ -287,9 +292,16 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 done[at] = [True] * len(keys)  # the first rank writes these pages for all
             elif (indices := self._indices(pool, len(keys), where)) is not None:
                 moves[at] = PoolMove(pool, identity.page_keys(keys, pool.behind), indices)
-        self._run(pages, way, list(moves.values()))
+        began = time.perf_counter()
+        move(pages, way, list(moves.values()), self.options.timeout)
+        seconds = time.perf_counter() - began
         for at, one in moves.items():
             done[at] = one.done
+            if failed := one.failed:
+                self._warn(f"{way.value} {one.pool.name}", f"{failed} of {len(one.keys)} pages of pool "
+                           f"{one.pool.name} were not moved {way.value}{_why(pages)}")  # fmt: skip
+            if self._metrics is not None and one.pool.name == KV and any(one.done):
+                self._metrics.add(way, one.done.count(True), sum(one.pool.source.parts), seconds)
         return done
 
     def _indices(self, pool: OpenedPool, count: int, where: torch.Tensor | None) -> list[int] | None:
@@ -303,24 +315,6 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return None
         indices: list[int] = where[::size].tolist()
         return indices
-
-    def _run(self, pages: Pages, way: MoveDirection, moves: list[PoolMove]) -> None:
-        began = time.perf_counter()
-        move(pages, way, moves, self.options.timeout)
-        seconds = time.perf_counter() - began
-        for one in moves:
-            if failed := one.failed:
-                self._warn(f"{way.value} {one.pool.name}", f"{failed} of {len(one.keys)} pages of pool "
-                           f"{one.pool.name} were not moved {way.value}{_why(pages)}")  # fmt: skip
-            if self._metrics is not None and one.pool.name == KV and any(one.done):
-                self._metrics.add(way, one.done.count(True), sum(one.pool.source.parts), seconds)
-
-    def _known(self, act: str, name: str, results: list[Result]) -> list[Result]:
-        failed = results.count(Result.FAILED)
-        if failed and self._pages is not None:
-            self._warn(f"{act} {name}", f"for {failed} of {len(results)} pages of pool {name} it is not known whether "
-                       f"they are stored{_why(self._pages)}")  # fmt: skip
-        return results
 
     def _warn(self, about: str, text: str) -> None:
         """Log a warning, at most once in ``WARN_EVERY`` seconds for each ``about``, because a store that fails fails

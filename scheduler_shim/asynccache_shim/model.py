@@ -1,19 +1,27 @@
-"""The contract between the scheduler and a model: one blocking call for each step, with plain values as arguments.
+"""The contract between the scheduler and a model: one blocking call for each step, with plain values as arguments. And
+the thread in which a model computes.
 
 Law: the scheduler decides, and the model computes. A model reads and writes KV in ``cache.pools``, only at the slots
 that the call names. It never sees a lease, a request or the cache's tree. When ``forward`` is called, all data that it
 may read is on the device already, and each slot that it is to write belongs to one request alone.
+
+Law: a task that is cancelled while it waits for the model still waits for the call to return. So no page is given back
+while a model may still read or write it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.int32]
+A = TypeVar("A")
+R = TypeVar("R")
 
 NO_TOKEN = -1
 """The value that ``forward`` returns for a ``Chunk`` whose ``sample`` is False."""
@@ -93,3 +101,40 @@ class Model(Protocol):
         nothing of the step is published.
         """
         ...
+
+
+# the thread that a model runs in
+
+
+class ModelThread:
+    """A thread that runs calls in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "model")
+
+    def start(self, function: Callable[[A], R], argument: A) -> asyncio.Future[R]:
+        """Queue ``function(argument)`` for the thread; returns a future of its result."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
+
+    def close(self, wait: bool) -> None:
+        """End the thread when the calls that were started have returned. With ``wait``, block until then."""
+        self._thread.shutdown(wait)
+
+
+def _call(function: Callable[[A], R], argument: A) -> R:
+    try:
+        return function(argument)
+    except StopIteration as error:  # a future cannot hold StopIteration: its waiter would wait for ever
+        raise RuntimeError("model: it raised StopIteration") from error
+
+
+async def returned(future: asyncio.Future[R]) -> asyncio.CancelledError | None:
+    """Wait until ``future`` is done, also if this task is cancelled meanwhile. Returns the cancellation that came, for
+    the caller to raise; None if none came."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled

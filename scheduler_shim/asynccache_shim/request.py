@@ -101,7 +101,8 @@ class Request:
         raises an error, that is not published, and neither is what the request computes after it, until it is retracted
         and begins anew. None: everything is.
 
-    Attributes that the scheduler sets: ``state``; ``match``, the latest look-up; ``hits``, what the first lease found
+    Attributes that the scheduler sets: ``number``, which chunks of the model's steps have as ``request_id`` (None: not
+    submitted); ``state``; ``match``, the latest look-up; ``hits``, what the first lease found
     whose pages were loaded;
     ``retractions``, how often the request was retracted; ``output``; ``finish``, how it ended (None: it has not); and
     ``error``, why it failed.
@@ -124,6 +125,7 @@ class Request:
         limits, sampling = Limits() if limits is None else limits, Sampling() if sampling is None else sampling
         terms = as_terms(tokens, limits, priority, namespace, sampling, ended, publishes)
         self.tokens, self.limits, self.priority, self.namespace, self.sampling, self.ended, self.publishes = terms
+        self.number: int | None = None
         self.state = State.NEW
         self.match = Matched()
         self.hits: Hits | None = None
@@ -217,8 +219,9 @@ class Request:
 # functions by which the scheduler changes a request; they are not for callers
 
 
-def enlist(request: Request, aborted: Callable[[], None]) -> None:
-    """Hand ``request`` over to a scheduler. From now on ``abort`` calls ``aborted``, which must end the request.
+def enlist(request: Request, number: int, aborted: Callable[[], None]) -> None:
+    """Hand ``request`` over to a scheduler, as its request ``number``. From now on ``abort`` calls ``aborted``, which
+    must end the request.
 
     Raises:
         ConfigError: the request was submitted before, or an attribute was set to something that cannot be used.
@@ -226,6 +229,7 @@ def enlist(request: Request, aborted: Callable[[], None]) -> None:
     if request.state is not State.NEW:
         raise ConfigError("request: it was submitted before; make a new one")
     request._terms = request.terms
+    request.number = number
     request.state = State.WAITING
     request._aborted = aborted
 

@@ -1,8 +1,14 @@
-"""The scheduler: continuous batching over one cache and one model.
+"""The scheduler: continuous batching over one cache and one model. ``Scheduler.step`` is one step, from
+pages to results.
 
 Laws:
 * One loop computes one step after the other: pages for running requests, admission, model, results. The model runs in a
   thread of its own; nothing here blocks the event loop.
+* A request computes its first chunk in the pages that it was admitted with. Later chunks and decoding extend its lease.
+* If there is no page to extend a lease, the last request in the order is retracted, even if that is the request which
+  needs the page. So the first request in the order always goes on.
+* What a request has computed is published before its pages are given back, unless it failed or was aborted between two
+  steps.
 * Pages are given back only when no step uses them: a cancellation that comes while the model runs takes effect when the
   model has returned.
 * When the loop ends with an error, every request fails with that error.
@@ -13,18 +19,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn
 
-from asynccache import AsyncCache, CacheClosed, ConfigError, RankFailure, checks
-from asynccache_shim.admission import check_fits
-from asynccache_shim.admitting import admit, arrive
-from asynccache_shim.board import Board, SchedulerConfig
-from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Model
+from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError, RankFailure, checks
+from asynccache_shim.admission import by_rank, check_fits, chunk_stop, shorter, victim
+from asynccache_shim.board import Board, ScheduledRequest, SchedulerConfig
+from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Chunk, Model, ModelThread, returned
+from asynccache_shim.queue import admit, arrive, retract
 from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist
-from asynccache_shim.running import chunks_of, finish_step, grow_all, plan_admitted
-from asynccache_shim.scheduled_request import ScheduledRequest
 from asynccache_shim.shards import Shards
-from asynccache_shim.thread import ModelThread, returned
 
 
 class Scheduler:
@@ -115,23 +117,20 @@ class Scheduler:
         """
         checks.instance("request", request, Request)
         if self._closing:
-            self._refuse()
+            if isinstance(self._failure, RankFailure):
+                raise RankFailure(*self._failure.args)
+            raise CacheClosed("the scheduler is closed") from self._failure
         terms = request.terms
         check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
         scheduled = ScheduledRequest(request, self._count)
-        enlist(request, lambda: self._end(scheduled, Finish.ABORTED))
+        enlist(request, self._count, lambda: self._end(scheduled, Finish.ABORTED))
         try:
             arrive(self._board, scheduled)
         except Exception as error:
             self._board.drop(scheduled, Finish.FAILED, error)
             raise
         return request
-
-    def _refuse(self) -> NoReturn:
-        if isinstance(self._failure, RankFailure):
-            raise RankFailure(*self._failure.args)
-        raise CacheClosed("the scheduler is closed") from self._failure
 
     def _end(self, request: ScheduledRequest, finish: Finish, error: BaseException | None = None) -> None:
         """End ``request``. If it waits, it is removed at once; if it holds pages, when no step uses them."""
@@ -182,28 +181,30 @@ class Scheduler:
         applied.
         """
         board = self._board
-        self._reap()
-        stops, budget = await grow_all(board)
+        for request in board.requests():
+            if request.over:
+                board.drop(request, Finish.ABORTED)
+        stops, budget = await _grow_all(board)
         await admit(board, budget)
         await asyncio.sleep(0)  # after this, requests that need no load_back are RUNNING
-        plan_admitted(board, stops, budget)
-        chunks = await chunks_of(board, stops)
+        _plan_admitted(board, stops, budget)
+        chunks = await _chunks_of(board, stops)
         if chunks:
             await self._compute(chunks)
         return bool(chunks)
-
-    def _reap(self) -> None:
-        """Remove the requests that have ended."""
-        for request in self._board.requests():
-            if request.over:
-                self._board.drop(request, Finish.ABORTED)
 
     async def _compute(self, chunks: list[tuple[ScheduledRequest, Chunk]]) -> None:
         board = self._board
         batch = Batch(tuple(chunk for _, chunk in chunks), tuple(board.ended))
         cancelled: asyncio.CancelledError | None = None
+        future: asyncio.Future[Sequence[int]]
         try:
-            future = self._forward(batch)
+            if board.shards is None:
+                future = self._thread.start(self._model.forward, batch)
+            else:  # done when all ranks have computed the batch
+                board.shards.send(batch)
+                own = self._thread.start(self._model.forward, batch)
+                future = asyncio.get_running_loop().create_task(board.shards.everywhere(own), name="scheduler-batch")
             board.ended.clear()
             cancelled = await returned(future)
             tokens = _checked(batch, future.result())
@@ -214,19 +215,123 @@ class Scheduler:
                 board.drop(request, Finish.FAILED, error)
         else:
             self.steps += 1
-            await finish_step(board, chunks, tokens)
+            await _finish_step(board, chunks, tokens)
         if cancelled is not None:
             raise cancelled
 
-    def _forward(self, batch: Batch) -> asyncio.Future[Sequence[int]]:
-        """Have the batch computed here and by the shards on other ranks. The future has what the model returned here,
-        and is done when all ranks have computed the batch."""
-        shards = self._board.shards
-        if shards is None:
-            return self._thread.start(self._model.forward, batch)
-        shards.send(batch)
-        own = self._thread.start(self._model.forward, batch)
-        return asyncio.get_running_loop().create_task(shards.everywhere(own), name="scheduler-batch")
+
+# the parts of a step: pages for what each request computes, retraction where there are none, and results
+
+
+async def _grow_all(board: Board) -> tuple[dict[int, int], int]:
+    """Extend the leases of the running requests for this step. Returns the position at which each of them stops, by the
+    request's number, and how many tokens of the step's budget are left.
+
+    Requests that decode come first, because they take one token each and their readers wait for it. Cancelling leaves
+    the leases as they are by then.
+    """
+    budget = board.settings.step_tokens
+    stops: dict[int, int] = {}
+    ranked = by_rank(board.running())
+    for request in [*(r for r in ranked if r.decodes), *(r for r in ranked if not r.decodes)]:
+        if budget and request.runs and not request.over:
+            stop = await _grow(board, request, _wanted(board, request, budget))
+            if stop > request.computed and request.runs:
+                stops[request.id] = stop
+                budget -= stop - request.computed
+    return {number: stop for number, stop in stops.items() if number in board.held}, budget
+
+
+def _plan_admitted(board: Board, stops: dict[int, int], budget: int) -> None:
+    """Add the requests that were admitted during this step and whose pages are on the device already to ``stops``."""
+    for request in by_rank(board.running()):
+        if request.id not in stops and budget and request.computed < request.reserved:
+            stop = min(request.reserved, _wanted(board, request, budget))
+            if stop > request.computed:
+                stops[request.id] = stop
+                budget -= stop - request.computed
+
+
+def _wanted(board: Board, request: ScheduledRequest, budget: int) -> int:
+    end = request.length
+    if not request.decodes and request.reserved > request.computed:
+        end = min(end, request.reserved)
+    return chunk_stop(request.computed, end, budget, board.shape.page_size, request.marks)
+
+
+async def _grow(board: Board, request: ScheduledRequest, stop: int) -> int:
+    """Extend the lease of ``request`` up to ``stop``, or as far as there is room. Returns how far it reaches now;
+    ``request.computed`` if the request was retracted."""
+    page = board.shape.page_size
+    while request.lease is not None and stop > request.reserved:
+        try:
+            request.pages = await request.lease.extend(stop - request.reserved, wait=True)
+            request.reserved = len(request.pages) * page
+        except CacheFull:
+            less = shorter(request.computed, stop, page)
+            if less < stop:
+                stop = less
+                continue
+            loser = victim(list(board.held.values()))
+            assert loser is not None
+            await retract(board, loser)
+    return stop if request.lease is not None else request.computed
+
+
+async def _chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[ScheduledRequest, Chunk]]:
+    """The requests of the step's batch, each with its chunk."""
+    chunks = []
+    for number, stop in stops.items():
+        request = board.held.get(number)
+        if request is not None and request.runs and not request.over:
+            checkpoint = await _checkpoint(board, request, stop)
+            chunks.append((request, request.chunk(stop, checkpoint, board.shape.has_swa)))
+    return chunks
+
+
+async def _checkpoint(board: Board, request: ScheduledRequest, stop: int) -> Checkpoint | None:
+    """The checkpoint that is due at ``stop``; None if none is due, or if there is no slot for it."""
+    if not board.shape.has_mamba or stop % board.shape.page_size:
+        return None
+    if stop > request.entry and stop - request.checkpointed < board.settings.checkpoint_every:
+        return None
+    assert request.lease is not None
+    if len(request.lease.states) < 2:
+        try:
+            await request.lease.extend(0, states=1)
+        except CacheFull:
+            return None
+    return Checkpoint(stop, int(request.lease.states[1]))
+
+
+async def _finish_step(board: Board, chunks: list[tuple[ScheduledRequest, Chunk]], tokens: list[int]) -> None:
+    """Publish what a step has computed, give back the SWA pages that windows have left, and hand out the step's tokens.
+    Cancelling leaves the other results unused; the requests of the step can only be released then."""
+    for (request, chunk), token in zip(chunks, tokens, strict=True):
+        request.computed = chunk.stop
+        if request.over:
+            await board.publish(request)
+            board.release(request)
+            continue
+        lease = request.lease
+        assert lease is not None
+        if (chunk.stop <= request.entry or chunk.checkpoint is not None) and request.publishes():
+            request.pages = await lease.commit(chunk.tokens[: chunk.stop], board.batch, chunk.checkpoint)
+            lease.adopt(board.batch)
+            if chunk.checkpoint is not None:
+                request.checkpointed = chunk.stop
+        lease.advance(chunk.stop, board.batch)
+        if token != NO_TOKEN and not request.over:  # it may have ended while its pages were published
+            await _generated(board, request, token)
+
+
+async def _generated(board: Board, request: ScheduledRequest, token: int) -> None:
+    request.append(token)
+    limits, late = request.terms.limits, request.deadline
+    too_late = late is not None and asyncio.get_running_loop().time() >= late
+    if token in limits.stop_tokens or request.generated >= limits.max_new_tokens or too_late:
+        await board.publish(request)
+        board.drop(request, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)
 
 
 def _checked(batch: Batch, answer: Sequence[int]) -> list[int]:

@@ -20,9 +20,8 @@ from typing import TypeVar
 
 from asynccache import AsyncCache, RankFailure, checks
 from asynccache.worker import RankWorker
-from asynccache_shim.model import Batch, Model
+from asynccache_shim.model import Batch, Model, ModelThread, returned
 from asynccache_shim.payload import PayloadReader, PayloadWriter
-from asynccache_shim.thread import ModelThread, returned
 
 R = TypeVar("R")
 

@@ -70,7 +70,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
     """The facts of vLLM's ``VllmConfig`` that change the values which the weights compute, or their order in a
     block."""
     model, cache = engine.model_config, engine.cache_config
-    config = _plain(_dictionary(getattr(model, "hf_config", None)))
+    config, draft = _plain(_dictionary(getattr(model, "hf_config", None))), getattr(engine, "speculative_config", None)
     facts = {
         "dtype": str(model.dtype),
         "quantization": _plain(getattr(model, "quantization", None)),
@@ -87,7 +87,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
         "hash": _plain(getattr(cache, "prefix_caching_hash_algo", None)),
         "attention": _plain(getattr(getattr(engine, "attention_config", None), "backend", None)),
         "runner": _plain(getattr(engine, "use_v2_model_runner", None)),
-        "draft": _draft(getattr(engine, "speculative_config", None)),
+        "draft": None if draft is None else [_plain(getattr(draft, name, None)) for name in ("method", "model")],
     }
     if any(kind in json.dumps(config) for kind in LONG):
         facts["longest request"] = model.max_model_len
@@ -147,12 +147,6 @@ def _unknown(why: str) -> ConfigError:
         f"namespace: {why}, so the weights that computed a stored chunk cannot be identified by their files. Name them "
         f"yourself, as in namespace='llama-3.1-8b 2026-11-01', and change the name whenever weights or adapters change"
     )
-
-
-def _draft(speculative: Any) -> Any:
-    if speculative is None:
-        return None
-    return [_plain(getattr(speculative, "method", None)), _plain(getattr(speculative, "model", None))]
 
 
 def _dictionary(config: Any) -> Any:

@@ -44,11 +44,14 @@ class TierOptions:
             raise ConfigError(
                 f"secondary tier asynccache: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(KEYS))}"
             )
-        timeout = given.get("lookup_timeout", LOOKUP_TIMEOUT)
-        locality, added = given.get("locality"), given.get("store_options")
+        storage, namespace, locality = given.get("storage"), given.get("namespace"), given.get("locality")
+        timeout, added = given.get("lookup_timeout", LOOKUP_TIMEOUT), given.get("store_options")
+        if storage is None or storage in ([], ()):
+            raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=100GiB, or several")
+        urls = storage if isinstance(storage, (list, tuple)) else [storage]
         return cls(
-            storage=_storage(given.get("storage")),
-            namespace=_namespace(given.get("namespace")),
+            storage=tuple(checks.text("storage", url, empty=False) for url in urls),
+            namespace=None if namespace is None else checks.text("namespace", namespace, empty=False),
             lookup_timeout=checks.number("lookup_timeout", timeout, above=0),
             store_options={} if added is None else checks.texts("store_options", added, numbers=True),
             events=checks.flag("enable_kv_events", given.get("enable_kv_events", False)),
@@ -62,14 +65,3 @@ class TierOptions:
 
 
 KEYS = frozenset({"storage", "namespace", "lookup_timeout", "store_options", "enable_kv_events", "locality"})
-
-
-def _storage(value: Any) -> tuple[str, ...]:
-    given = value if isinstance(value, (list, tuple)) else [value]
-    if value is None or not given:
-        raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=100GiB, or several")
-    return tuple(checks.text("storage", one, empty=False) for one in given)
-
-
-def _namespace(value: Any) -> str | None:
-    return None if value is None else checks.text("namespace", value, empty=False)

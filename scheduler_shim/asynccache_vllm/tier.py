@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 
 from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
 from asynccache.storage import RECORD_SCHEMA, Pages, Result, StoreLayout, check_stores
+from asynccache_vllm import check_installed, check_interface, unsuitable
 from asynccache_vllm import namespace as naming
+from asynccache_vllm.counts import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, ChunkCounts
 from asynccache_vllm.lookups import ChunkQuestion, KeyAnswer, KeyTable
 from asynccache_vllm.options import TierOptions
-from asynccache_vllm.registering import check_installed, check_interface, unsuitable
-from asynccache_vllm.tallying import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, ChunkCounts
 from asynccache_vllm.transfers import STORE_TIMEOUT, ChunkTransfer, ChunkTransfers
 
 check_installed()
@@ -106,8 +106,10 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._tally = ChunkCounts(time.monotonic())
         self._over = self._closed = False
         self._events: list[Any] | None = None
-        if options.events:
-            self._begin_events(offloading_spec)
+        if options.events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            self._events = []
+        elif options.events:
+            _log.warning("asynccache: enable_kv_events is set, but vLLM publishes no KV events (kv_events_config)")
         _log.info(
             "asynccache: %s for %d chunks of %d bytes, namespace %s of %s", self._stores, chunks, page_bytes,
             naming.short(namespace), namespace,
@@ -152,7 +154,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         try:
             future = self._pages.exists(question.keys, timeout=self._timeout)
         except AsyncCacheError as error:  # this process is a fork, or an error has ended the stores' thread
-            self._broken(error)
+            _log.error("asynccache: the stores are not used any more: %s", error)
+            forget_frames(error)
+            self._over = True
             self._answers.append((question, [Result.FAILED] * len(question.keys), question.sent))
             return
         future.add_done_callback(partial(self._answered, question))
@@ -279,12 +283,6 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             stats.increase_counter(metric, count, (result,))
         return stats
 
-    def _begin_events(self, spec: Any) -> None:
-        if spec.kv_events_config.enable_kv_cache_events:
-            self._events = []
-        else:
-            _log.warning("asynccache: enable_kv_events is set, but vLLM publishes no KV events (kv_events_config)")
-
     def _event(self, keys: Sequence[bytes], *, removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(
@@ -300,11 +298,6 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
     def _why(self) -> str:
         errors: Mapping[str, Exception] = self._pages.last_errors
         return "".join(f" ({name}: {error})" for name, error in errors.items())
-
-    def _broken(self, error: AsyncCacheError) -> None:
-        _log.error("asynccache: the stores are not used any more: %s", error)
-        forget_frames(error)
-        self._over = True
 
 
 def _transfer(job: Any, *, loading: bool, patience: float) -> ChunkTransfer:

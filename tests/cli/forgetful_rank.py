@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from asynccache.cli import rank
 from asynccache.cli.engine import StandInEngine
-from asynccache.cli.ranked import rank
-from asynccache.cli.ranked.duty import read_duty
+from asynccache.cli.rank import read_duty
 
 
 def forget() -> None:

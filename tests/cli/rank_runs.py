@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests import warm
+from tests.cli.trace_kit import ALL
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3.0
@@ -22,7 +23,7 @@ SLACK = 10.0  # a machine that is ten times slower
 STARTS = ENDS = 180.0
 
 SMALL = (
-    "--rate", "0", "--concurrency", "4", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
+    *ALL, "--rate", "0", "--concurrency", "4", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
     "--device-tokens", "6144", "--host-tokens", "8192", "--swa-ratio", "1", "--prefetch-policy", "wait_complete",
 )  # fmt: skip
 
@@ -47,7 +48,7 @@ class Command:
 
     def __init__(self, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
         self.process = warm.Popen(
-            [sys.executable, "-m", "asynccache.cli", *arguments], cwd=ROOT, text=True,
+            [sys.executable, "-m", "asynccache", *arguments], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}), ranks=True,
             imports=warm.COMMANDS,
         )  # fmt: skip

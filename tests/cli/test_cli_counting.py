@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from asynccache.cli import meter
-from asynccache.cli.engine import StandInEngine
-from asynccache.cli.machine import device_faults
+from asynccache.cli.engine import StandInEngine, device_faults
 from asynccache.cli.main import main
 from asynccache.cli.service import Server
 from asynccache.cli.workloads import RunRequest
 from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import DELAY
+from tests.cli.trace_kit import ALL, BY_BLOCK
 
 BLOCK = 512
 
@@ -33,7 +33,8 @@ def trace(path: Path, *requests: tuple[int, int, list[int]]) -> str:
 def replay(tmp_path: Path, *requests: tuple[int, int, list[int]], more: str = "") -> dict[str, Any]:
     report = tmp_path / "report.json"
     arguments = ["replay", trace(tmp_path / "trace.jsonl", *requests), "--concurrency", "1", "--quiet", "--json",
-                 str(report), "--device-tokens", "65536", *more.split()]  # fmt: skip
+                 str(report), *BY_BLOCK, "--device-tokens", "65536", "--host-tokens", "8388608",
+                 *more.split()]  # fmt: skip
     assert main(arguments) == 0
     found: dict[str, Any] = json.loads(report.read_text())
     return found
@@ -42,7 +43,7 @@ def replay(tmp_path: Path, *requests: tuple[int, int, list[int]], more: str = ""
 def stress(tmp_path: Path, more: str) -> dict[str, Any]:
     report = tmp_path / "report.json"
     arguments = ["stress", "--rate", "0", "--quiet", "--json", str(report), "--bytes-per-token", "64", "--mamba-bytes",
-                 "1024", *more.split()]  # fmt: skip
+                 "1024", *ALL, *more.split()]  # fmt: skip
     assert main(arguments) == 0
     found: dict[str, Any] = json.loads(report.read_text())
     return found

@@ -19,7 +19,7 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.workloads import BLOCK_TOKENS
 from tests import warm
-from tests.cli.trace_kit import made_trace
+from tests.cli.trace_kit import ALL, made_trace
 
 pytestmark = pytest.mark.slow(5)
 
@@ -41,7 +41,7 @@ def run(*arguments: str, report: Path) -> dict[str, Any]:
 
 def killed(arguments: Sequence[str], written: int) -> None:
     """Start a process of its own and kill it once it has written so many bytes."""
-    command = [sys.executable, "-m", "asynccache.cli", *arguments, "--quiet"]
+    command = [sys.executable, "-m", "asynccache", *arguments, "--quiet"]
     process = warm.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while _written(process.pid) < written:
@@ -86,7 +86,7 @@ def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(components
 
 @pytest.mark.slow
 def test_a_stress_run_that_was_killed_is_no_harm_to_the_next(tmp_path: Path) -> None:
-    arguments = ["stress", "--rate", "0", "--seed", "3", "--device-tokens", str(1 << 19), "--host-tokens",
+    arguments = ["stress", *ALL, "--rate", "0", "--seed", "3", "--device-tokens", str(1 << 19), "--host-tokens",
                  str(1 << 19), "--bytes-per-token", "64", "--mamba-bytes", "1024", "--end-hints", "0",
                  "--storage", f"file:{tmp_path}/kv?capacity=512MiB&segment=8MiB"]  # fmt: skip
     for written in (3 * MIB, 12 * MIB):
@@ -134,7 +134,8 @@ def test_on_a_full_disk_the_cache_works_without_storing_and_counts_it(tmp_path: 
     limited = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
                "from asynccache.cli.main import main; sys.exit(main(sys.argv[1:]))")  # fmt: skip
     report = tmp_path / "report.json"
-    command = [sys.executable, "-c", limited, "stress", "--rate", "0", "--requests", "60", "--device-tokens", "12288",
+    command = [sys.executable, "-c", limited, "stress", *ALL, "--rate", "0", "--requests", "60",
+               "--device-tokens", "12288",
                "--host-tokens", "24576", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--quiet", "--json",
                str(report), "--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=2MiB"]  # fmt: skip
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

@@ -109,7 +109,7 @@ def test_who_insists_while_requests_are_cancelled_sees_no_traceback(loop: str, r
 
 
 @pytest.mark.parametrize(("place", "status"), [
-    ("import:asynccache.cli.main", 130), ("import:asynccache.cli.arguments", 130), ("import:json", 130),
+    ("import:asynccache.cli.main", 130), ("import:asynccache.cli.options", 130), ("import:json", 130),
     ("import:torch", 130), ("exit", -signal.SIGINT),
 ])  # fmt: skip
 def test_before_a_run_and_after_it_there_is_nothing_to_report(place: str, status: int) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asynccache.cli import text
+from asynccache.cli import output
 from asynccache.cli.display import Screen, counts, line, panel, show, summary
 from asynccache.cli.options import RunSettings
+from asynccache.cli.report import Tally
 from asynccache.cli.session import execute
-from asynccache.cli.tally import Tally
 from asynccache.errors import ConfigError
 
 TALLY = Tally(
@@ -130,6 +130,12 @@ def told(report: dict[str, Any], out: io.StringIO | None = None) -> str:
     return "\n".join(row.rstrip() for row in out.getvalue().rstrip().split("\n"))
 
 
+SETTINGS = {
+    "prefill_tokens_per_s": 8000.0, "verify": True, "device_tokens": 123_456_789, "host_tokens": 1_234_567_890,
+    "page_size": 512, "bytes_per_token": 131_072, "storage": ["memory:", "file:/var/kv?capacity=10GiB"],
+}  # fmt: skip
+
+
 def report(**changes: Any) -> dict[str, Any]:
     stage = {"ops": 1_234_567, "pages": 123_456_789, "tokens": 123_456_789, "bytes": 9 << 40, "errors": 0,
              "latency_ms": {"p50": 1.25, "p99": 1234.0, "max": 5000.0}}
@@ -140,12 +146,13 @@ def report(**changes: Any) -> dict[str, Any]:
         "tokens": {"total": 144_793_823, "hit": {"device": 44_793_823, "host": 9_000_000, "storage": 1_000_000}},
         "verify": {"pages": 123_456_789, "mismatches": 0}, "ttft_mean_ms": 50.0, "ttft_without_cache_mean_ms": 150.0,
         "prefill_slowdown": 1.0,
+        "line_without_cache_mean_ms": 10.0, "line_without_cache_ms": spread,
         "wait_mean_ms": 1.0, "wait_ms": spread, "ttft_ms": spread, "ttft_without_cache_ms": spread,
         "loop_lag_ms": spread, "run_queue_ms": spread, "elapsed_s": 1234.5, "cpu_s": 2345.6, "rss_bytes": 12 << 30,
         "leaks": {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, "lost_pages": 0,
         "evicted": {"device": 12_345_678, "host": 1_234_567},
         "stages": dict.fromkeys(("backup_host", "load_back", "backup_storage", "prefetch"), stage),
-        "settings": {"prefill_tokens_per_s": 8000.0, "verify": True},
+        "settings": SETTINGS,
         "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592},
         **changes,
     }
@@ -175,12 +182,12 @@ def test_the_summary_of_a_cache_that_costs_more_than_it_spares_says_why() -> Non
             "stages": stages | {"prefetch": slow}}
     shown = told(report(**late))
     assert "hits saved 1.1 s of computing" in shown
-    assert "requests waited 1.3 s" in shown
+    assert "requests waited 1.3 s, and 10.0 ms without it" in shown
     assert "prefetch, p50 44.0 ms, p99 10.0 s" in shown
     assert "little to spare" not in shown
     assert "queued" not in shown
     assert "Requests queued: 2000 arrived per second, and 972.1 were served" in told(
-        report(**late, settings={"prefill_tokens_per_s": 8000.0, "rate": 2000.0, "verify": True})
+        report(**late, settings=SETTINGS | {"rate": 2000.0})
     )
     assert max(map(len, shown.split("\n"))) <= 80
     nothing = {"total": 1000, "hit": {"device": 100, "host": 0, "storage": 0}}
@@ -222,9 +229,9 @@ def test_a_rank_that_was_lost_is_named_below_the_others() -> None:
 
 
 def test_numbers_as_a_person_reads_them() -> None:
-    assert [text.size(n) for n in (0, 999, 1536, 10 << 20, 3 << 40)] == [
+    assert [output.size(n) for n in (0, 999, 1536, 10 << 20, 3 << 40)] == [
         "0 B", "999 B", "1.5 KiB", "10.0 MiB", "3.0 TiB"]
-    assert [text.milliseconds(v) for v in (0, 0.042, 1.24, 310.2, 2100)] == [
+    assert [output.milliseconds(v) for v in (0, 0.042, 1.24, 310.2, 2100)] == [
         "0 ms", "0.04 ms", "1.2 ms", "310 ms", "2.1 s"]
-    assert text.percent(1, 0) == "0.0 %"
-    assert (text.bar(0.5, 8), text.bar(0, 8), text.bar(2, 4), text.bar(0.3, 4)) == ("████", "", "████", "█▎")
+    assert output.percent(1, 0) == "0.0 %"
+    assert (output.bar(0.5, 8), output.bar(0, 8), output.bar(2, 4), output.bar(0.3, 4)) == ("████", "", "████", "█▎")

@@ -22,7 +22,7 @@ from tests import warm
 @contextmanager
 def served(*options: str) -> Iterator[str]:
     """A stress run, and where it is served."""
-    command = [sys.executable, "-m", "asynccache.cli", "stress", "--serve", "0", "--quiet", "--duration=30", *options]
+    command = [sys.executable, "-m", "asynccache", "stress", "--serve", "0", "--quiet", "--duration=30", *options]
     process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -22,7 +22,7 @@ from tests import warm
 
 SEED, PROMPTS, PATIENCE = 5, 60, 60.0
 RUN = ["stress", "--serve", "0", "--quiet", "--duration", "90", "--workload", "chat", "--rate", "12",
-       "--seed", f"{SEED}", "--concurrency", "1", "--components", "full,swa,mamba",
+       "--seed", f"{SEED}", "--concurrency", "1", "--components", "full,swa,mamba", "--end-hints", "0.5",
        "--window", "256", "--device-tokens", "8192", "--host-tokens", "16384", "--swa-ratio", "0.4",
        "--storage", "memory:?capacity=24MiB"]  # fmt: skip
 WANTED = {"device", "host", "storage", "nowhere", "in part", "evicted", "no window", "no state", "prefetch"}
@@ -31,7 +31,7 @@ WANTED = {"device", "host", "storage", "nowhere", "in part", "evicted", "no wind
 @pytest.fixture
 def served() -> Iterator[str]:
     """Where the run is served."""
-    with warm.Popen([sys.executable, "-m", "asynccache.cli", *RUN], stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen([sys.executable, "-m", "asynccache", *RUN], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             yield process.stderr.readline().split()[1].removesuffix("/metrics")

@@ -70,7 +70,8 @@ def test_a_benchmark_prints_its_table_or_json_in_its_place_or_neither(
 
 def test_room_for_all_counts_every_page_once() -> None:
     trace = [TraceRequest(0, 1024, 10, (1, 2)), TraceRequest(0, 1124, 10, (1, 2, 3)), TraceRequest(0, 600, 10, (7, 8))]
-    given = {"trace": "t", "concurrency": "1", "decode_tokens": "0", "page_size": "512"}
+    given = {"trace": "t", "concurrency": "1", "decode_tokens": "0", "page_size": "512",
+             "insert_outputs": False}
     settings = RunSettings.read("replay", {**given, "device_tokens": "all", "host_tokens": "none"})
     needed = tokens_needed(settings, trace, survey(trace))
     assert needed % 512 == 0
@@ -81,7 +82,8 @@ def test_room_for_all_counts_every_page_once() -> None:
 
 
 def test_swa_and_mamba_get_their_part() -> None:
-    settings = RunSettings.read("stress", {"swa_ratio": "0.25", "device_tokens": "16384", "host_tokens": "32768"})
+    settings = RunSettings.read("stress", {"components": "full,swa,mamba", "swa_ratio": "0.25",
+                                           "device_tokens": "16384", "host_tokens": "32768"})
     _, swa, mamba = configure(settings).components
     assert isinstance(swa, SlidingWindow)
     assert (swa.device_tokens, swa.host_tokens) == (4096, 8192)
@@ -97,7 +99,7 @@ def test_swa_and_mamba_get_their_part() -> None:
 def test_a_shell_completes_commands_and_their_options(line: str, offered: set[str], tmp_path: Path) -> None:
     environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
                                 "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
-    done = subprocess.run([sys.executable, "-m", "asynccache.cli"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "asynccache"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = {word.strip() for word in (tmp_path / "offered").read_text().split("\n")}
     assert offered <= words

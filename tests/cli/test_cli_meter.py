@@ -10,7 +10,7 @@ import pytest
 
 import asynccache.cli.meter as meter_module
 from asynccache.cli.meter import TICK, Meter, Samples, Spread, peak_rss, spread
-from asynccache.cli.tally import Tally
+from asynccache.cli.report import Line, Tally
 from asynccache.cli.workloads import RunRequest
 
 
@@ -97,3 +97,24 @@ async def test_it_ticks_by_itself() -> None:
         await asyncio.sleep(TICK)
     meter.stop()
     assert meter.lag.spread(1e3).max >= 0
+
+
+def test_requests_without_a_cache_wait_in_the_same_line() -> None:
+    """Two fit at a time; each came at its second and had its room for ten."""
+    tally = Tally()
+    line = Line(tally, 100)
+    placed = [line.come(at, 50) for at in (0.0, 1.0, 2.0, 3.0)]
+    for one in reversed(placed):                       # they may end in any order, and are admitted in that of coming
+        assert not tally.first_token_without
+        line.left(one, 10.0, None if one is placed[2] else 0.5)
+    assert list(tally.line_without) == [0.0, 0.0, 8.0]  # the third has its place at 10, and was cancelled later
+    assert list(tally.first_token_without) == [0.5, 0.5, 8.5]
+
+
+def test_a_line_of_a_run_without_end_keeps_only_who_is_there() -> None:
+    tally = Tally()
+    line = Line(tally, 64)
+    for second in range(10_000):
+        line.left(line.come(float(second), 64), 0.5, 0.25)
+    assert tally.line_without.spread(1.0).max == 0.0
+    assert (len(line._open), len(line._running)) == (0, 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asynccache.cli import plan
 from asynccache.cli.main import COMMANDS, main
 from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure
@@ -47,6 +48,22 @@ def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(monkeypatch: 
         stress("--eviction", "own")
     monkeypatch.setitem(POLICIES, "own", lambda config: Lru())
     assert stress("--eviction", "own").eviction == replay("--eviction", "own").eviction == "own"
+
+
+def test_commands_share_one_profile_of_defaults() -> None:
+    """They differ in the load and, since a stress run has 20 seconds to fill it, in the size of the cache."""
+    one, other = stress(), replay("--speed", "0")
+    differs = {name for name in RunSettings.__struct_fields__ if getattr(one, name) != getattr(other, name)}
+    assert differs == {"command", "trace", "workload", "rate", "device_tokens", "host_tokens"}
+    planned = plan.Options.read("plan", {"trace": "t.jsonl"})
+    assert (planned.eviction, planned.prefill_tokens_per_s, planned.device_tokens) == (
+        other.eviction, other.prefill_tokens_per_s, other.device_tokens)
+    assert planned.host_gib[0] * (1 << 30) / planned.bytes_per_token == other.host_tokens
+
+
+def test_without_a_host_tier_the_usual_store_is_left_out() -> None:
+    assert stress("--host-tokens", "none").storage is replay("--host-tokens", "none").storage is None
+    assert stress("--host-tokens", "1600").storage == "memory:?capacity=1GiB"
 
 
 def test_several_stores_are_several_options() -> None:

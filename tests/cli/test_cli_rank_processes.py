@@ -103,7 +103,7 @@ def test_a_command_that_is_killed_while_its_ranks_start_takes_them_with_it_and_l
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = subprocess.Popen(
-        [sys.executable, "-m", "asynccache.cli", *options(TP2, "none", tmp_path / "report.json", "--duration", "600")],
+        [sys.executable, "-m", "asynccache", *options(TP2, "none", tmp_path / "report.json", "--duration", "600")],
         cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -15,9 +15,9 @@ from urllib.request import urlopen
 
 import pytest
 
+from asynccache.cli import ranks
 from asynccache.cli.main import main
-from asynccache.cli.ranked import ranks
-from asynccache.cli.ranked.ranks import entry
+from asynccache.cli.ranks import entry
 from asynccache.worker import Topology
 from tests import warm
 from tests.cli import interrupt_child
@@ -104,7 +104,7 @@ def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytes
     (["--pp", "8"], "--pp=8: a stage would have no layer, there are --layers=4"),
     (["--tp", "3"], "--bytes-per-token=512 must be a multiple of 12: 4 layers over tp 3 and cp 1"),
     (["--tp", "16", "--pp", "8"], "there are 128 ranks, --tp 16 --cp 1 --pp 8: this command runs 64 at most"),
-    (["--tp", "2", "--replicated", "ful"], "--replicated=ful: no pool 'ful'; there are full, swa, mamba"),
+    (["--tp", "2", "--replicated", "ful"], "--replicated=ful: no pool 'ful'; there are full"),
     (["--tp", "2", "--replicated", "full:dp"], "--replicated=full:dp: 'full:dp' must be NAME, NAME:tp, NAME:cp or NA"),
 ])  # fmt: skip
 def test_what_ranks_cannot_do_is_refused(

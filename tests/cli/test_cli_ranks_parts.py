@@ -8,7 +8,7 @@ import torch
 
 from asynccache.cli.engine import PageRun, StandInEngine, Verdict
 from asynccache.cli.options import RunSettings
-from asynccache.cli.ranked.engine import complaint, packed, shard_config, store_url, understood, unpacked
+from asynccache.cli.rank import complaint, packed, shard_config, store_url, understood, unpacked
 from asynccache.cli.run_cache import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind
@@ -19,7 +19,7 @@ from asynccache.worker import Topology
 
 
 def model(**settings: object) -> CacheConfig:
-    return configure(RunSettings.read("stress", settings, {}))
+    return configure(RunSettings.read("stress", {"components": "full,swa,mamba"} | settings, {}))
 
 
 def test_the_parts_of_all_ranks_are_the_whole() -> None:

@@ -37,9 +37,9 @@ def test_the_embedding_example_does_what_its_comment_says(tmp_path: Path) -> Non
 
 
 EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {
-    "openai_server.py", "fastapi_app.py", "vllm_second_run.py",
+    "openai_server.py", "fastapi_app.py", "vllm_second_run.py", "tiny_llama.py",
 }  # fmt: skip
-"""But for two servers, which do not end, and one that needs vLLM: tests/vllm runs it there."""
+"""But for two servers, which do not end, one that needs vLLM (tests/vllm runs it there), and a model."""
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

@@ -16,6 +16,7 @@ import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.workloads import BLOCK_TOKENS
+from tests.cli.trace_kit import BY_BLOCK
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 IMPLIED = 105_592 / 276_491
@@ -24,7 +25,7 @@ needs_trace = pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TR
 
 def replay(tmp_path: Path, *arguments: str, blocks: int = 276_491) -> dict[str, Any]:
     report = tmp_path / "report.json"
-    assert main(["replay", REAL, "--concurrency", "1", "--quiet", "--json", str(report), *arguments]) == 0
+    assert main(["replay", REAL, *BY_BLOCK, "--concurrency", "1", "--quiet", "--json", str(report), *arguments]) == 0
     found: dict[str, Any] = json.loads(report.read_text())
     assert found["blocks"]["total"] == blocks
     assert found["verify"]["mismatches"] == 0

@@ -19,13 +19,13 @@ from asynccache.cli.options import LOOPS
 from asynccache.cli.service import Server
 from asynccache.cli.workloads import RunRequest
 from asynccache.worker.stages import BackupHostStage
-from tests.cli.trace_kit import made_trace
+from tests.cli.trace_kit import ALL, BY_BLOCK, made_trace
 
 pytestmark = pytest.mark.slow(0.7)
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
-SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
-         "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
+SMALL = [*ALL, "--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window",
+         "256", "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
 
 
 def run(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
@@ -265,8 +265,8 @@ def test_a_request_that_meets_a_bug_is_a_sentence_and_its_traceback_is_in_the_re
 @pytest.mark.soak
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
-    report = run("replay", REAL, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1", "--quiet",
-                 *out)
+    report = run("replay", REAL, *BY_BLOCK, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1",
+                 "--quiet", *out)
     assert (report["blocks"]["hit"], report["blocks"]["total"]) == (105_592, 276_491)
     assert report["verify"] == {"pages": 105_592, "mismatches": 0}
 
@@ -275,6 +275,6 @@ def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
 @pytest.mark.parametrize(("blocks", "least"), [(1_000, 0.0465), (30_000, 0.344)])
 def test_the_real_trace_in_little_room_does_as_well_as_lru(blocks: int, least: float, out: tuple[str, Path]) -> None:
-    report = run("replay", REAL, "--device-tokens", str(blocks * 512), "--host-tokens", "none", "--concurrency", "1",
-                 "--quiet", *out)
+    report = run("replay", REAL, *BY_BLOCK, "--device-tokens", str(blocks * 512), "--host-tokens", "none",
+                 "--concurrency", "1", "--quiet", *out)
     assert report["blocks"]["hit"] / report["blocks"]["total"] >= least

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
-from asynccache.cli import tally as samples
+from asynccache.cli import report as samples
 from asynccache.cli.meter import Meter, Samples
-from asynccache.cli.tally import Sampler, Tally, percentiles, thinned
+from asynccache.cli.report import Sampler, Tally, percentiles, thinned
 from asynccache.core.eviction import Recency
 
 

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asynccache(arguments: list[str], folder: Path, shell: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynccache.cli", *arguments]
+    command = [sys.executable, "-m", "asynccache", *arguments]
     if shell:
         command = ["bash", "-c", shell, "bash", *command]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}     # as users have it

@@ -185,7 +185,7 @@ def process(place: str, signals: str, *arguments: str) -> subprocess.CompletedPr
     return subprocess.run(line, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
 
 
-@pytest.mark.parametrize(("place", "status"), [("import:asynccache.cli.arguments", 143), ("exit", -signal.SIGTERM)])
+@pytest.mark.parametrize(("place", "status"), [("import:asynccache.cli.options", 143), ("exit", -signal.SIGTERM)])
 def test_a_process_that_is_loading_or_ending_is_quiet(place: str, status: int) -> None:
     done = process(place, "TERM", "config", "schema")
     assert (done.returncode, done.stderr) == (status, "")

@@ -29,7 +29,7 @@ def command(folder: Path, kind: str = "stress") -> list[str]:
         trace.write_text("".join(json.dumps({"timestamp": i * 40, "input_length": 1100, "output_length": 8,
                                              "hash_ids": [0, i % 7 + 1, i + 9]}) + "\n" for i in range(3000)))
         what = ["replay", str(trace), "--speed", "1", "--storage", "memory:?capacity=64MiB"]
-    return [sys.executable, "-m", "asynccache.cli", *what, "--concurrency", "8",
+    return [sys.executable, "-m", "asynccache", *what, "--concurrency", "8",
             "--json", str(folder / "run.json"), "--report", str(folder / "run.html")]
 
 

@@ -18,9 +18,10 @@ from asynccache.core import audit
 from asynccache.errors import InvariantViolation
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.lease import Lease
+from tests.cli.trace_kit import ALL
 
-SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
-         "--device-tokens", "12288", "--host-tokens", "24576", "--quiet", "--requests", "20"]
+SMALL = [*ALL, "--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window",
+         "256", "--device-tokens", "12288", "--host-tokens", "24576", "--quiet", "--requests", "20"]
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
 
 ISSUE = {

@@ -8,6 +8,12 @@ from pathlib import Path
 
 from asynccache.cli.workloads import BLOCK_TOKENS
 
+ALL = ("--components", "full,swa,mamba", "--end-hints", "0.5")
+"""All that a ``stress`` can have on it."""
+BY_BLOCK = ("--page-size", "512", "--bytes-per-token", "16", "--layers", "1", "--storage", "none",
+            "--no-insert-outputs", "--prefetch-policy", "wait_complete")
+"""A ``replay`` whose pages are the blocks of the trace, and prompts all that is published."""
+
 
 def made_trace(
     path: Path, conversations: int = 20, *, requests: int = 0, growth: tuple[int, int] = (1, 5), seed: int = 5

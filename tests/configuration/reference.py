@@ -35,9 +35,11 @@ def renewed(page: str) -> str:
 
 def _lines() -> Iterator[str]:
     yield from _section("The cache", "At the top of the file.", "", CACHE)
+    shown: dict[str, str] = {}
     for kind, cls in COMPONENTS.items():
-        yield from _section(f"`[components.{kind}]`", _meaning(cls), f"COMPONENTS__{kind.upper()}", fields_of(cls))
-    yield from _section("`[sidecars.NAME]`", _meaning(Sidecar), "SIDECARS__NAME", SIDECAR)
+        variable = f"COMPONENTS__{kind.upper()}"
+        yield from _section(f"`[components.{kind}]`", _meaning(cls), variable, fields_of(cls), shown)
+    yield from _section("`[sidecars.NAME]`", _meaning(Sidecar), "SIDECARS__NAME", SIDECAR, shown)
     meaning = fields_of(CacheConfig)["storage_options"].meaning
     yield from ("### `[storage_options]`", "", f"{meaning} `capacity` is set by",
                 f"`{PREFIX}STORAGE_OPTIONS__CAPACITY`, and so on.")
@@ -48,14 +50,21 @@ def _meaning(cls: type[Settings]) -> str:
     return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].replace("``", "`").split())
 
 
-def _section(title: str, text: str, variable: str, fields: Mapping[str, Field]) -> Iterator[str]:
+def _section(
+    title: str, text: str, variable: str, fields: Mapping[str, Field], shown: dict[str, str] | None = None
+) -> Iterator[str]:
+    """``shown``: the rows of the sections before this one. A row that would be the same again is only named."""
+    shown = {} if shown is None else shown
+    rows = {name: f"| `{name}` | {_type(name, field)} | {_default(field)} | {field.meaning} |"
+            for name, field in fields.items()}  # fmt: skip
+    again = [f"`{name}`" for name, row in rows.items() if shown.get(name) == row]
     yield from (f"### {title}", "", text, "")
     if variable:
-        yield from (f"Environment: `{PREFIX}{variable}__KEY`.", "")
+        yield from (f"Environment: `{PREFIX}{variable}__KEY`." + f" As above: {', '.join(again)}." * bool(again), "")
     yield from ("| setting | type | default | |", "|---|---|---|---|")
-    for name, field in fields.items():
-        yield f"| `{name}` | {_type(name, field)} | {_default(field)} | {field.meaning} |"
+    yield from (row for name, row in rows.items() if shown.get(name) != row)
     yield ""
+    shown.update(rows)
 
 
 def _type(setting: str, field: Field) -> str:

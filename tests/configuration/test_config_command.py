@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,34 @@ def test_a_table_that_there_is_not_has_no_far_fetched_name(tmp_path: Path, capsy
     file.write_text('model = "m"\n[tree]\na = 1\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
     assert main(["config", "check", str(file)]) == 1
     assert "there is no such setting\n" in capsys.readouterr().err
+
+
+def test_json_goes_to_a_file_or_in_place_of_the_text(kv: Path, capsys: Captured) -> None:
+    """As with every command; and a settings file behind ``--json`` is read, never written."""
+    out = kv.with_suffix(".json")
+    assert main(["config", "show", str(kv), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {"setting": "model", "value": "m", "from": str(kv)} in shown
+    for words in (["--json", "-", str(kv)], ["--json", str(kv)]):
+        assert main(["config", "show", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == shown
+        assert kv.read_text() == KV
+    assert main(["config", "show", str(kv), "--json", str(out)]) == 0
+    assert "page_size = 16" in capsys.readouterr().out
+    assert json.loads(out.read_text()) == shown
+    assert main(["config", "schema", "--json", str(out)]) == 0
+    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out)
+    assert main(["config", "check", str(kv), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["file"], answer["ok"], answer["problems"]) == (str(kv), True, [])
+    kv.write_text("nonsense = 3\n" + KV)
+    assert main(["config", "check", str(kv), "--json"]) == 1
+    said = capsys.readouterr()
+    assert [f"asynccache: {problem}" for problem in json.loads(said.out)["problems"]] == said.err.splitlines() != []
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_json_has_one_grammar(name: str) -> None:
+    options = import_module(f"asynccache.cli.{command.COMMANDS[name][0]}").Options
+    extra = options.fields(name)["json"].extra
+    assert (extra["metavar"], extra["const"]) == ("PATH|-", "-")

@@ -32,7 +32,7 @@ def fetch(run: SynchronousRuntime, text: str, *holders: int, begin: Begin = Begi
 
 def drop(run: SynchronousRuntime, *holders: int) -> None:
     for holder in holders:
-        run.perform(run.core.drop_claim(holder))
+        run.perform(run.core.release_claim(holder))
 
 
 @pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from asynccache.core import duel
-from asynccache.core.duel import HEAT, Duel, _Usual
+from asynccache.core import policies
 from asynccache.core.eviction import EvictionPolicy, Lru, Order
-from asynccache.core.policies import POLICIES
-from asynccache.core.reuse import _EDGES, BINS, CLASSES, P2c
+from asynccache.core.policies import _EDGES, BINS, CLASSES, HEAT_BITS, POLICIES, Duel, P2c, _Usual
 from asynccache.core.room import Verdict
 from asynccache.core.settings import Access
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node, Root, cut, link, walk
+from asynccache.core.tree import PRESENT, Node, Root, cut, link, walk
 from asynccache.core.world import LATE
 from tests.core.test_core_reuse import conversations, fresh, hits, insert_and_end, lately, loop, once, runtime, then
 from tests.simulated.leading import check_books, check_duel
@@ -38,7 +35,7 @@ class Tree:
         found = (parent.children or {}).get(spell(text[0]))
         if found is None:
             found = Node(spell(text), parent.end + len(text), parent, 1)
-            found.heat = self.duel.draw() << HEAT
+            found.heat = self.duel.draw() << HEAT_BITS
             link(parent, found, 16)
         elif len(found.key) > 16 * len(text):
             found = cut(found, len(text), 16)
@@ -52,7 +49,7 @@ class Tree:
             path.append((node, kind))
             parent = node  # type: ignore[assignment]
         self.now += 1_000_000
-        changed = self.duel.use([(node, kind) for node, kind in path if node.heat >> HEAT], self.now)
+        changed = self.duel.use([(node, kind) for node, kind in path if node.heat >> HEAT_BITS], self.now)
         check_duel(self.duel)
         return changed
 
@@ -198,7 +195,7 @@ def test_a_node_that_comes_back_with_other_pages_is_another() -> None:
         tree.duel.use([(one, 0)], tree.now)
         check_duel(tree.duel)
         assert one.heat != number
-        assert tree.duel._seen[one.heat >> HEAT].pages == pages
+        assert tree.duel._seen[one.heat >> HEAT_BITS].pages == pages
 
 
 def usual(count: int, share: float) -> _Usual:
@@ -266,10 +263,10 @@ def test_what_was_ended_leaves_both() -> None:
 
 
 def test_of_large_caches_only_some_nodes_are_drawn() -> None:
-    big = Duel(64 * duel._MOST_PAGES, prefer_the_old(), _EDGES)
+    big = Duel(64 * policies._MOST_PAGES, prefer_the_old(), _EDGES)
     drawn = sum(big.draw() > 0 for _ in range(64_000))
     assert 850 <= drawn <= 1150
-    assert big._room == duel._MOST_PAGES
+    assert big._room == policies._MOST_PAGES
     assert all(Duel(1000, prefer_the_old(), _EDGES).draw() for _ in range(100))
 
 
@@ -493,6 +490,6 @@ def test_what_goes_with_a_cell_that_was_given_up_is_not_lost_either() -> None:
         if node.state[place] == PRESENT:
             world.vacate(node, place)
     assert [state == PRESENT for state in node.state] == [True] * 4 + [False] * 2
-    run.core._transfers.room._give_up(node, 1)
+    run.core._transfers.room._evict_outdone(node, 1)
     assert [state == PRESENT for state in node.state] == [True, False, False, True, False, False]
     assert world.counters.lost_pages == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asynccache.core.leases import Leases
-from asynccache.core.world import NOWHERE
+from asynccache.core.ledger import NOWHERE
 from tests.simulated.synchronous import SPACE, Running, SynchronousRuntime, core_config, spell
 
 

@@ -36,7 +36,7 @@ def put_off(run: SynchronousRuntime) -> None:
 def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off() -> None:
     run, fetch = fetching("abcd", host=4)
     put_off(run)
-    fetch.revoke()
+    fetch.release()
     assert run.in_flight(BackupHost), "the pages are free, and nobody tried again"
     assert run.core.statistics().deferred_backups == 0
     run.settle()

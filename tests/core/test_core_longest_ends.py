@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from asynccache.core.components import build
-from asynccache.core.states import ABSENT, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, PRESENT, Node
 from tests.simulated.synchronous import SWA, SynchronousRuntime, core_config, spell
 
 TEXT = "abcdefgh"

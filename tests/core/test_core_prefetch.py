@@ -203,7 +203,7 @@ def test_one_that_waited_long_enough_passes_the_quota_and_no_other_does() -> Non
     assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.LATER), Wait)
     assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.NEXT), Wait)
     assert opened(run, "stuvwxyz", begin=Begin.NOW).finish() == 32
-    hung.revoke()
+    hung.release()
     assert_idle(run)
 
 
@@ -232,14 +232,14 @@ def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> Non
     assert_idle(run)
 
 
-def test_a_revoke_gives_everything_back() -> None:
+def test_a_release_gives_everything_back() -> None:
     run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
     before = host_free(run)
     fetch = opened(run)
     fetch.take_full(5)
     fetch.take_full(3)
     assert fetch.take_aux(32)
-    fetch.revoke()
+    fetch.release()
     assert host_free(run) == before
     assert run.ended[fetch.op] is Status.FAILED
     assert_idle(run)
@@ -319,7 +319,7 @@ def test_the_anchor_is_pinned() -> None:
     assert run.reach("abcd")[1] == 4
     fetch.commit(32, holders=[1])
     assert run.reach(TEXT)[1] == 8
-    run.perform(run.core.drop_claim(1))
+    run.perform(run.core.release_claim(1))
     assert_idle(run)
 
 
@@ -496,7 +496,7 @@ def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> Non
     assert request is not None
     assert request.lease.cached == 0
     request.release()
-    hung.revoke()
+    hung.release()
     assert_idle(run)
 
 
@@ -591,5 +591,5 @@ def test_the_host_short_of_states_takes_none() -> None:
     fetch = opened(run, begin=Begin.NOW)
     fetch.take_full(8)
     assert not fetch.take_aux(32)
-    fetch.revoke()
+    fetch.release()
     assert_idle(run)

@@ -133,17 +133,17 @@ def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() 
     fetch.commit(24, holders=[1])
     run.settle()
     assert run.reach(TEXT) == (0, 6)
-    run.perform(run.core.drop_claim(1))
+    run.perform(run.core.release_claim(1))
     assert_nothing_leaked(run)
 
 
-def test_an_anchors_part_goes_once_the_fetch_was_revoked() -> None:
+def test_an_anchors_part_goes_once_the_fetch_was_released() -> None:
     run = stored()
     insert(run, "abcd")
     lose(run, (0, 1, 2, 3))
     fetch = opened(run)
     fetch.take_full(2)
-    fetch.revoke()
+    fetch.release()
     push_out(run)
     assert run.reach("abcd") == (0, 0)
     assert_nothing_leaked(run)
@@ -195,7 +195,7 @@ def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
     fetch = opened(run)
     fetch.take_full(6)
     assert not fetch.take_aux(24)
-    fetch.revoke()
+    fetch.release()
     assert host(run) == before
     assert run.reach(TEXT) == (0, 0)
     assert all((FULL, digest) in run.storage for digest in run.chain(SPACE, spell(TEXT)))

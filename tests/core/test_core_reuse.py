@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from asynccache.core import duel as duel_module
-from asynccache.core import reuse
+from asynccache.core import policies
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
-from asynccache.core.duel import Duel
 from asynccache.core.eviction import EvictionPolicy, Learned, Order, take
 from asynccache.core.plan import More, Status
-from asynccache.core.policies import POLICIES
-from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
+from asynccache.core.policies import BINS, CLASSES, HEAT_MASK, POLICIES, Curves, Duel, P2c, bin_of
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node, Root
 from asynccache.core.world import LATE
@@ -143,7 +140,7 @@ def test_the_first_hundred_requests_are_those_of_lru() -> None:
 
 
 def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "_MOST_GHOSTS", 50)
+    monkeypatch.setattr(policies, "_MOST_GHOSTS", 50)
     for device, most in ((16, 8 * 16 // 4), (400, 50)):
         run = runtime("p2c", device=device)
         for now, text in once(400):
@@ -191,7 +188,7 @@ def test_a_node_takes_at_most_96_bytes_more_than_under_lru_besides_ghosts() -> N
 
 
 def test_the_duel_knows_no_more_nodes_than_its_caches_have_room_for() -> None:
-    room = duel_module._MOST_PAGES
+    room = policies._MOST_PAGES
     core = CacheCore(core_config(device=4 * room, host=0, eviction="p2c", publish=False))
     policy = core.world.policy
     assert isinstance(policy, P2c)
@@ -225,7 +222,7 @@ def test_what_comes_back_is_known_again_and_goes_on_from_where_it_was() -> None:
     assert policy.returned > 0
     node = next(iter(run.core.world.roots[SPACE].children.values()))  # type: ignore[union-attr]
     assert node.end == 4, "it is cut where it was cut before"
-    assert (node.heat & reuse._HEAT) >> 3 == 3
+    assert (node.heat & HEAT_MASK) >> 3 == 3
 
 
 def test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own() -> None:
@@ -333,7 +330,7 @@ def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None
         part = node.entry[0]
         assert part is not None
         assert part.queue is world.queue(node, 0, LATE)
-    assert {(node.heat & reuse._HEAT) >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
+    assert {(node.heat & HEAT_MASK) >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
 
 
 @pytest.mark.source

@@ -9,9 +9,8 @@ import pytest
 
 from asynccache.core.cache import Grant
 from asynccache.core.eviction import Recency
-from asynccache.core.matching import Matching
-from asynccache.core.states import ABSENT, PRESENT
-from asynccache.core.tree import Node, walk
+from asynccache.core.match import Matches
+from asynccache.core.tree import ABSENT, PRESENT, Node, walk
 from asynccache.core.world import World
 from tests.simulated.synchronous import SynchronousRuntime, core_config, spell
 
@@ -102,7 +101,7 @@ def new_cells_count_as_used(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_are_not_told_when_a_request_is_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Matching, "leave", lambda matching, node, begin: None)
+    patch.setattr(Matches, "leave", lambda matches, node, begin: None)
 
 
 def what_is_gone_on_from_stays_an_end(patch: pytest.MonkeyPatch) -> None:
@@ -112,27 +111,27 @@ def what_is_gone_on_from_stays_an_end(patch: pytest.MonkeyPatch) -> None:
 def forks_are_no_ends(patch: pytest.MonkeyPatch) -> None:
     set_idle = World.set_idle
 
-    def everywhere(matching: Matching, node: Node, begin: int) -> None:
-        above: Node | None = matching._touch_end(node, node.end)
+    def everywhere(matches: Matches, node: Node, begin: int) -> None:
+        above: Node | None = matches._touch_end(node, node.end)
         while above is not None and above.parent is not None:
             for c in range(1, len(node.stamp)):
-                set_idle(matching._world, above, c)
+                set_idle(matches._world, above, c)
             above = above.parent
 
-    patch.setattr(Matching, "leave", everywhere)
+    patch.setattr(Matches, "leave", everywhere)
 
 
 def the_end_is_stamped_first(patch: pytest.MonkeyPatch) -> None:
-    touch_end = Matching._touch_end
+    touch_end = Matches._touch_end
 
-    def end_first(matching: Matching, node: Node, end: int) -> Node:
-        above = touch_end(matching, node, end)
+    def end_first(matches: Matches, node: Node, end: int) -> Node:
+        above = touch_end(matches, node, end)
         while node is not above:
-            matching._world.recency.touch(node, 1)
+            matches._world.recency.touch(node, 1)
             node = node.parent  # type: ignore[assignment]
         return above
 
-    patch.setattr(Matching, "_touch_end", end_first)
+    patch.setattr(Matches, "_touch_end", end_first)
 
 
 RULES = (new_cells_count_as_used, ends_are_not_told_when_a_request_is_over, what_is_gone_on_from_stays_an_end,

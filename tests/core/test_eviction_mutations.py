@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from asynccache.core.room import Cost, Room, RoomMaker
-from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, World
 from tests.core import test_core_eviction as laws
 from tests.core.test_core_draining import (
@@ -43,36 +42,36 @@ def checks() -> list[Callable[[], None]]:
 
 
 def the_device_evicts_saved_leaves_first(patch: Patch) -> None:
-    late = World.late
+    usual = World.eviction_order
 
     def saved_first(world: World, node: Node, place: int) -> int:
         if place < world.count:
             return LATE if world.has_host and node.state[place + world.count] != PRESENT else EARLY
-        return late(world, node, place)
+        return usual(world, node, place)
 
-    patch.setattr(World, "late", saved_first)
+    patch.setattr(World, "eviction_order", saved_first)
 
 
 def the_host_keeps_copies_of_what_stays_on_the_device(patch: Patch) -> None:
-    late = World.late
+    usual = World.eviction_order
 
     def newest_stay(world: World, node: Node, place: int) -> int:
         if place >= world.count:
             return LATE if node.state[place - world.count] != ABSENT else EARLY
-        return late(world, node, place)
+        return usual(world, node, place)
 
-    patch.setattr(World, "late", newest_stay)
+    patch.setattr(World, "eviction_order", newest_stay)
 
 
 def a_copy_of_what_is_about_to_leave_counts_as_a_duplicate(patch: Patch) -> None:
-    late = World.late
+    usual = World.eviction_order
 
     def duplicate(world: World, node: Node, place: int) -> int:
         if place >= world.count:
             return EARLY if node.state[place - world.count] != ABSENT else LATE
-        return late(world, node, place)
+        return usual(world, node, place)
 
-    patch.setattr(World, "late", duplicate)
+    patch.setattr(World, "eviction_order", duplicate)
 
 
 def what_is_saved_for_somebody_who_waits_is_not_marked(patch: Patch) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from asynccache.core import eviction, reuse, room
+from asynccache.core import eviction, policies, room
 from asynccache.core.eviction import Order, Queue
-from asynccache.core.matching import Matching
-from asynccache.core.reuse import Curves, P2c
+from asynccache.core.match import Matches
+from asynccache.core.policies import Curves, P2c
 from asynccache.core.tree import Node
 from tests.core import test_core_reuse as laws
 
@@ -40,20 +40,20 @@ def nothing_is_learned(patch: Patch) -> None:
 
 
 def a_use_counts_at_no_age(patch: Patch) -> None:
-    patch.setattr(reuse, "bin_of", lambda age: 0)
+    patch.setattr(policies, "bin_of", lambda age: 0)
 
 
 def all_are_of_one_class(patch: Patch) -> None:
-    patch.setattr(reuse, "_CLASS", (0,) * 64)
+    patch.setattr(policies, "_CLASS", (0,) * 64)
 
 
 def forks_are_not_counted(patch: Patch) -> None:
-    patch.setattr(reuse, "_USED_AND_FORKED", reuse._USED)
+    patch.setattr(policies, "_USED_AND_FORKED", policies._USED)
 
 
 def worth_need_not_fall(patch: Patch) -> None:
-    patch.setattr(reuse, "_unimodal", lambda values: list(values))
-    patch.setattr(reuse, "_smooth", lambda values: [value * (1 + k % 2) for k, value in enumerate(values)])
+    patch.setattr(policies, "_unimodal", lambda values: list(values))
+    patch.setattr(policies, "_smooth", lambda values: [value * (1 + k % 2) for k, value in enumerate(values)])
 
 
 def who_left_is_not_remembered(patch: Patch) -> None:
@@ -108,20 +108,20 @@ def a_choice_is_kept_whatever_changes(patch: Patch) -> None:
 def the_ends_of_a_queue_are_looked_at_once(patch: Patch) -> None:
     look = P2c._look
 
-    def once(policy: P2c, queue: Queue, worth: Sequence[float], now: int) -> reuse._Ends:
-        kept: reuse._Ends | None = queue.note
+    def once(policy: P2c, queue: Queue, worth: Sequence[float], now: int) -> policies._Ends:
+        kept: policies._Ends | None = queue.note
         return look(policy, queue, worth, now) if kept is None else kept
 
     patch.setattr(P2c, "_look", once)
 
 
 def a_cell_stays_in_the_queue_of_its_class_before(patch: Patch) -> None:
-    def use(matching: Matching, end: Node, forked: int) -> None:
-        world = matching._world
+    def use(matches: Matches, end: Node, forked: int) -> None:
+        world = matches._world
         if world.policy.learns:
             world.policy.use(end, forked, world.recency.tick())
 
-    patch.setattr(Matching, "use", use)
+    patch.setattr(Matches, "use", use)
 
 
 def what_was_chosen_waits_on(patch: Patch) -> None:

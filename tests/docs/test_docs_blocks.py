@@ -41,18 +41,19 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/components.md", '.venv/bin/python -m pytest tests/core tests/worlds -q -m "not slow and not soak"'),
-    ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13, as your driver needs; brings cupy, NVRTC"),
+    ("docs/cuda.md", "pip install '.[cuda12]'              # or cuda13, as your driver needs; brings cupy, NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
-    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment, without vLLM; in a clone: "
-                             "'.[vllm]'"),
+    ("docs/engines/vllm.md", "pip install '.[vllm]'     # in vLLM's environment; it does not install vLLM"),
     ("docs/engines/vllm.md", "from vllm import LLM"),
     ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
                             "--batches 128"),
-    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment, without SGLang; "
-                               "in a clone: '.[sglang]'"),
-    ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
+    ("docs/engines/sglang.md", "pip install '.[sglang]'   # in SGLang's environment; it does not install SGLang"),
+    ("docs/engines/transformers.md", "pip install '.[hf]'            # in a clone of the repository"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),
     ("docs/stores/object.md", "asynccache stress --storage 's3://BUCKET/kv?region=eu-west-1'"),
+    ("docs/verify.md", "asynccache verify-engine http://127.0.0.1:8000                         # the device tier, and "
+                       "conversations"),
+    ("docs/verify.md", "$ asynccache verify-engine http://127.0.0.1:8000 --flush-device 6144"),
     ("docs/stores/object.md", "cat > rule.json <<'END'"),
     ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
     ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),

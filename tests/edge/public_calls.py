@@ -625,7 +625,8 @@ CALLS: dict[str, Case] = {
     "asynccache.AsyncCache": Case(
         _new_cache,
         {"config": Thing(), "device": Thing(optional=True), "storage": OneOf(Text(), Thing(optional=True)),
-         "workers": Thing(optional=True), "on_event": Function(optional=True)},
+         "workers": Thing(optional=True), "on_event": Function(optional=True), "span": Function(optional=True),
+         "debug": Flag(optional=True)},
     ),
     "asynccache.AsyncCache.lease": Case(
         _lease,

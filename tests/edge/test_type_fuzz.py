@@ -118,7 +118,7 @@ REMOVED = [
     ("flag", "wait", "asynccache.AsyncCache.lease"),
     ("namespace", "namespace", "asynccache.AsyncCache.match"),
     ("number", "ttl", "asynccache.AsyncCache.keep"),
-    ("number", "deadline", "asynccache.AsyncCache.aclose"),
+    ("number", "timeout", "asynccache.AsyncCache.aclose"),
     ("integer", "tokens", "asynccache.Lease.extend"),
     ("integer", "position", "asynccache.Lease.advance"),
     ("integer", "length", "asynccache.Lease.truncate"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending
+from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attention
 from asynccache_shim import Finish, Scheduler
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -526,7 +526,7 @@ def test_one_prompt_that_is_none_is_named_and_none_is_begun(llama: ContinuousBat
 
 def test_a_model_that_is_wrong_in_common_steps_is_computed_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: its caps are lost, as in transformers' own continuous batching."""
-    monkeypatch.setattr(attending, "options_of", lambda given, module: {})
+    monkeypatch.setattr(attention, "options_of", lambda given, module: {})
     model = make("gemma2", attn_logit_softcapping=1.0)
     with ContinuousBatching(model, **SIZES, name="gemma2") as batching:
         assert not batching._layout.packed
@@ -605,7 +605,7 @@ def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:
     class Layer:
         is_causal, num_key_value_groups, training = True, 1, False
 
-    attending.replace_attention()
+    attention.replace_attention()
     registered = transformers.AttentionInterface()["sdpa"]
     usual = registered.__closure__[0].cell_contents
     query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))

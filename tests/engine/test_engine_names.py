@@ -41,7 +41,7 @@ def test_without_transformers_a_name_says_what_brings_it() -> None:
 def test_with_an_older_transformers_a_name_says_which_one_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """5.22, the one before the oldest that is named, has no ``DummyLayer``."""
     monkeypatch.delattr(transformers.cache_utils, "DummyLayer")
-    monkeypatch.delitem(sys.modules, "asynccache_hf.describing", raising=False)
+    monkeypatch.delitem(sys.modules, "asynccache_hf.description", raising=False)
     monkeypatch.delitem(vars(asynccache_hf), "describe", raising=False)
     with pytest.raises(ImportError, match="cannot import name 'DummyLayer'") as told:
         _ = asynccache_hf.describe

@@ -15,8 +15,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheFull, LoadFailed
 from asynccache.config import CacheConfig
 from asynccache.core.plan import Medium
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import PRESENT, Node
 from asynccache.events import Mirror, Notice, StorageReport
 from asynccache.events.announcer import Announcer, block_hash
 from asynccache.memory.cpu import CpuDevice

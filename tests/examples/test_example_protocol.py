@@ -82,8 +82,8 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
         ("seed", 0.5), ("seed", 2**64), ("stop", ""), ("stop", [""]), ("stop", ["a"] * 5), ("stop", 1),
         ("stream", 1), ("stream", "yes"), ("stream_options", {"include_usage": True}), ("n", 0), ("n", 129), ("n", 1.5),
         ("echo", True),
-        ("logprobs", 1), ("best_of", 2), ("suffix", "x"), ("frequency_penalty", 0.5), ("priority", "high"),
-        ("cache_salt", 1), ("cache_salt", "\ud800"), ("temprature", 0.5),
+        ("logprobs", 6), ("logprobs", True), ("best_of", 2), ("suffix", "x"), ("frequency_penalty", 0.5),
+        ("priority", "high"), ("cache_salt", 1), ("cache_salt", "\ud800"), ("temprature", 0.5),
     ],
 )  # fmt: skip
 def test_a_parameter_that_cannot_be_used_is_named(name: str, value: Any) -> None:
@@ -109,6 +109,15 @@ def test_messages_that_cannot_be_used_are_named(messages: Any) -> None:
 def test_what_would_change_the_answer_is_refused(more: dict[str, Any]) -> None:
     body = {"model": "m", "messages": HELLO, **more}
     assert refused(json.dumps(body).encode(), is_chat=True)["code"] == "unsupported_parameter"
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    assert [completion(logprobs=value).top for value in (None, False, 0, 5)] == [None, None, 0, 5]
+    assert [chat(logprobs=True).top, chat(logprobs=True, top_logprobs=20).top] == [0, 20]
+    for more in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": 1}):
+        refused(json.dumps({"model": "m", "messages": HELLO, **more}).encode(), is_chat=True)
+    streamed = {"model": "m", "prompt": "a", "logprobs": 1, "stream": True}
+    assert refused(json.dumps(streamed).encode())["param"] == "logprobs"
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:

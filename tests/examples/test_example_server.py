@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -12,7 +13,8 @@ import openai
 import pytest
 import torch
 from openai_serving.models import make
-from openai_serving.text import BEGIN, END, ByteReader, encode
+from openai_serving.text import BEGIN, END, ByteReader, ByteWords, encode
+from openai_serving.words import spoken
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.examples.server_kit import PAGE, Server, running, settled, statistics
@@ -48,6 +50,17 @@ def straight(prompt: str, count: int) -> str:
             said += reader.put(token)
             out = model(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
     return said + reader.rest()
+
+
+def scores(prompt: str, said: int) -> list[dict[int, float]]:
+    """The log-probabilities of the five likeliest tokens at each place of what the model says."""
+    model, tokens, found = the_model(), encode(prompt), list[dict[int, float]]()
+    with torch.inference_mode():
+        for _ in range(said):
+            values, best = model(input_ids=torch.tensor([tokens])).logits[0, -1].log_softmax(-1).topk(5)
+            found.append(dict(zip(best.tolist(), values.tolist(), strict=True)))
+            tokens.append(int(best[0]))
+    return found
 
 
 async def text_of(stream: openai.AsyncStream[Any]) -> tuple[str, str | None, Any]:
@@ -88,6 +101,36 @@ async def test_the_text_is_the_models_own_with_and_without_a_hit(client: openai.
     assert first.usage is not None
     assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(prompt), 24)
     assert first.choices[0].text == again.choices[0].text == elsewhere.choices[0].text == straight(prompt, 24)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["scheduler", "prefix"])
+async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path: str, tmp_path: Path) -> None:
+    prompt = "How likely? " + PREFIX
+    expected = scores(prompt, 12)
+    with running(tmp_path, "--device-tokens", str(CONTEXT), "--path", path) as server:
+        async with server.client() as client:
+            for hits in (0, (len(prompt) - 1) // PAGE * PAGE):
+                answer = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=12, logprobs=5)
+                told = answer.choices[0].logprobs
+                assert cached(answer.usage) == hits
+                assert told is not None
+                assert told.text_offset == list(range(12))
+                assert [next(iter(one)) for one in told.top_logprobs or ()] == told.tokens  # the likeliest is first
+                each = zip(told.top_logprobs or (), told.token_logprobs or (), expected, strict=True)
+                for found, own, wanted in each:
+                    texts = {spoken(ByteWords(), token): value for token, value in wanted.items()}
+                    assert found == pytest.approx(texts, abs=1e-3)
+                    assert own == pytest.approx(max(wanted.values()), abs=1e-3)
+            messages: Any = [{"role": "user", "content": "Hello!"}]
+            chat = await client.chat.completions.create(
+                **GREEDY, messages=messages, max_tokens=6, logprobs=True, top_logprobs=2)
+            assert chat.choices[0].logprobs is not None
+            content = chat.choices[0].logprobs.content or []
+            assert len(content) == 6
+            assert all(one.top_logprobs[0].logprob == one.logprob for one in content)
+            bare = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=6)
+            assert bare.choices[0].logprobs is None
 
 
 @pytest.mark.asyncio

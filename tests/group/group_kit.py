@@ -194,7 +194,7 @@ class GroupWorld:
         self.failing: set[int] = set()  # batches that some engine cannot run
         self.granted: dict[int, frozenset[int]] = {}  # by batch: those that were known when its lease was granted
         self.said: dict[int, dict[int, Status]] = defaultdict(dict)  # how an operation ended, by rank
-        self.works: dict[int, list[int]] = {}  # operations that were handed over together, by the first of them
+        self.works: dict[int, tuple[int, ...]] = {}  # operations that were handed over together, by the first of them
         self.group: SimulatedGroup
         self.cache: AsyncCache
         self.engines: dict[int, RankEngine] = {}
@@ -265,7 +265,7 @@ class GroupWorld:
     def _note_ends(self, rank: int, tell: Callable[[Message], None], message: Message) -> None:
         if isinstance(message, Ended):
             for first in message.works:
-                for op in self.works.get(first, [first]):
+                for op in self.works.get(first, (first,)):
                     self.said[op][rank] = message.status
         tell(message)
 

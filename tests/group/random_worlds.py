@@ -532,31 +532,31 @@ class Request:
         async with lease:
             self.known, hits = self.world.known_to_fail(), lease.hits
             self.met.update({"device hit": hits.device, "host hit": hits.host, "storage hit": hits.storage})
-            last = self._send(lease, self.prompt, lease.cached, first=True)
+            self.last = self._send(lease, self.prompt, lease.cached, first=True)
             try:
-                last = await self._serve(lease, last)
+                await self._serve(lease)
             except LoadFailed:
                 self.met["load failed"] += 1
-                self.world.void.add(last)
+                self.world.void.add(self.last)
                 return False
             finally:
-                lease.release(after=last, ended=random.random() < 0.2)
+                lease.release(after=self.last, ended=random.random() < 0.2)
         self.met["served"] += 1
         return True
 
-    async def _serve(self, lease: Lease, last: int) -> int:
-        """The prompt, and then perhaps some tokens more; the last batch that reads the pages."""
-        await self._publish(lease, self.prompt, last)
+    async def _serve(self, lease: Lease) -> None:
+        """The prompt, and then perhaps some tokens more. ``last`` is the last batch that uses the pages, also when this
+        is cancelled or fails."""
+        await self._publish(lease, self.prompt, self.last)
         if self.new:
             text = self.prompt + [self.random.randrange(3) for _ in range(self.new)]
-            last = self._send(lease, text, len(self.prompt), first=False)
+            last = self.last = self._send(lease, text, len(self.prompt), first=False)
             if self.random.random() < 0.7:
                 lease.adopt(after=last)
             if self.random.random() < 0.5:
                 lease.advance(len(text), after=last)
             await self._publish(lease, text, last)
             self.owner.said.append((self.space, text))
-        return last
 
     def _send(self, lease: Lease, text: list[int], cached: int, *, first: bool) -> int:
         unable = []

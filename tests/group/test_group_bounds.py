@@ -127,7 +127,7 @@ def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgott
             await world.serve(text(2))
             await cache.flush()
             locals_: list[Any] = [server.local for server in servers(world)]
-            assert not any(local._writing._given_up for local in locals_)
+            assert not any(local._given_up for local in locals_)
             assert not group._calls
         await world.aclose()
 

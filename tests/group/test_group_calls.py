@@ -12,7 +12,7 @@ from asynccache import Sidecar
 from asynccache.core.tree import Node
 from asynccache.errors import BackendError
 from asynccache.events.announcer import Announcer
-from asynccache.events.mirror import Mirror
+from asynccache.events.wire import Mirror
 from asynccache.metrics import CacheCollector
 from asynccache.storage import BreakerState, PageKey
 from asynccache.worker import Topology

@@ -13,9 +13,8 @@ from asynccache.core.plan import StoredPages
 from asynccache.worker import Topology
 from asynccache.worker import group as group_module
 from asynccache.worker.group import WorkerGroup
-from asynccache.worker.local import LocalWorker
+from asynccache.worker.local import BATCH_PAGES, LocalWorker
 from asynccache.worker.rank_server import ORDERS
-from asynccache.worker.stages import BATCH_PAGES
 from asynccache.worker.work import WriteOrder
 from tests.group.group_kit import GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop

@@ -22,11 +22,11 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import RankFailure
 from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
-from asynccache.worker import folds, stages, watched_keys
+from asynccache.worker import folds, watched_keys
 from asynccache.worker.group import AwaitedAnswers, WorkerGroup
+from asynccache.worker.local import BatchWrite, LocalWorker
 from asynccache.worker.messages import BatchOver, Ended, Message
-from asynccache.worker.rank_server import ORDERS, RankProcess, RankServer
-from asynccache.worker.rank_worker import EngineBatch, SentBatches
+from asynccache.worker.rank_server import ORDERS, EngineBatch, RankProcess, RankServer, SentBatches
 from asynccache.worker.work import StoredBatch, Work
 from tests.group import test_group_bytes, test_group_calls
 from tests.group.random_worlds import Climate, draw, play
@@ -313,7 +313,7 @@ def one_replica_writes_everywhere(patch: Patch) -> None:
         if ours:
             await self._put_in(ours, shared=True)
 
-    patch.setattr(stages._Batch, "put", put)
+    patch.setattr(BatchWrite, "put", put)
 
 
 def every_replica_writes(patch: Patch) -> None:
@@ -322,12 +322,12 @@ def every_replica_writes(patch: Patch) -> None:
     async def put(self: Any, part: Sequence[Any]) -> None:
         await self._put_in(part, shared=True)
 
-    patch.setattr(stages._Batch, "put", put)
+    patch.setattr(BatchWrite, "put", put)
 
 
 def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:
     """Not all that the head names is written."""
-    plain = stages._Batch._put_in
+    plain = BatchWrite._put_in
 
     async def put_in(self: Any, part: Sequence[Any], *, shared: bool) -> None:
         last = part[-1]
@@ -336,7 +336,7 @@ def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:
         if some := [*part[:-1], *([fewer] if fewer.keys else ())]:
             await plain(self, some, shared=shared)
 
-    patch.setattr(stages._Batch, "_put_in", put_in)
+    patch.setattr(BatchWrite, "_put_in", put_in)
 
 
 # prefetches
@@ -366,7 +366,14 @@ def pools_are_not_aligned(patch: Patch) -> None:
 
 def who_has_no_bytes_has_no_page(patch: Patch) -> None:
     """A worker without bytes of a pool says that the pool's pages are missing."""
-    patch.setattr(stages, "_nothing_lacks", lambda hashes: bytes([Result.MISS]) * (len(hashes) // HASH_BYTES))
+    plain = LocalWorker._results
+
+    async def results(self: LocalWorker, pool: str, hashes: bytes, slots: bytes | None = None) -> bytes:
+        if not self._map.has(pool):
+            return bytes([Result.MISS]) * (len(hashes) // HASH_BYTES)
+        return await plain(self, pool, hashes, slots)
+
+    patch.setattr(LocalWorker, "_results", results)
 
 
 # the end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynccache.cli.arguments import parsed_device
+from asynccache.cli.options import parsed_device
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.device import OPTIONS, DeviceName, parse_device

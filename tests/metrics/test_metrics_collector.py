@@ -11,7 +11,7 @@ from asynccache import AsyncCache
 from asynccache.events.publisher import PublisherStats
 from asynccache.metrics import CacheCollector, LoopLag
 from asynccache.runtime.lookups import Miss
-from asynccache.worker.stats import BOUNDS_MS, StageMeter
+from asynccache.worker.stages import BOUNDS_MS, StageMeter
 from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

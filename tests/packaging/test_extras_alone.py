@@ -23,7 +23,7 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 sys.argv = ["asynccache", *sys.argv[1:]]
-runpy.run_module("asynccache.cli", run_name="__main__")
+runpy.run_module("asynccache", run_name="__main__")
 """
 
 
@@ -66,3 +66,50 @@ def test_serving_where_nothing_can_serve_is_a_sentence() -> None:
     done = without_others("cli", "stress", "--requests", "5", "--serve", "0")
     assert done.returncode == 2
     assert "--serve: No module named 'uvicorn'; pip install 'prometheus-client>=0.20' 'uvicorn>=0.34'" in done.stderr
+
+
+def without_torch(*command: str) -> subprocess.CompletedProcess[str]:
+    """A command of ours where torch is not installed."""
+    program = f"NAMES = ['torch']\n{HIDING}"
+    return subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=120,
+                          check=False)
+
+
+@pytest.mark.parametrize("command", [["stress", "--requests", "1"], ["replay", "examples/trace.jsonl"]])
+def test_a_missing_torch_is_named_as_any_missing_extra_is(command: list[str]) -> None:
+    done = without_torch(*command)
+    assert done.returncode == 2
+    said = f"asynccache: {command[0]} needs torch. No module named 'torch'; pip install 'torch>="
+    assert done.stderr.startswith(said)
+    assert "bug" not in done.stderr
+
+
+def test_doctor_says_how_torch_is_installed() -> None:
+    done = without_torch("doctor")
+    assert done.returncode == 0, done.stderr
+    assert "torch     No module named 'torch'; pip install 'torch>=2.4' --index-url" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [
+    ["plan", "examples/trace.jsonl"], ["config", "schema"], ["bench", "store", "--bytes", "1MiB", "--page-sizes",
+                                                             "64KiB", "--repeat", "1"],
+])  # fmt: skip
+def test_what_needs_no_torch_does_without(command: list[str]) -> None:
+    done = without_torch(*command)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cache_without_torch_says_what_to_install() -> None:
+    program = (f"NAMES = ['torch']\n{HIDING.partition('sys.argv')[0]}\n"
+               "import asyncio, asynccache\nfrom asynccache import AsyncCache, CacheConfig, Full\n"
+               "from asynccache.events import Notice, Subscriber\nfrom asynccache.storage import Pages\n"
+               "config = CacheConfig(model='m', components=[Full(bytes_per_token=16, device_tokens=64)])\n"
+               "async def main():\n    async with AsyncCache(config):\n        pass\n"
+               "for make in (lambda: asyncio.run(main()), lambda: asynccache.DevicePool):\n"
+               "    try:\n        make()\n    except ModuleNotFoundError as error:\n        print(error)\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("No module named 'torch'; pip install 'torch>=2.4' --index-url ") for line in lines)

@@ -27,12 +27,11 @@ from asynccache import (
     PrefetchHandle,
     SlidingWindow,
 )
-from asynccache.core import duel, eviction, ledger, reuse
+from asynccache.core import eviction, ledger, policies
 from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
 from asynccache.core.plan import Failing, Outcome, Status
-from asynccache.core.policies import POLICIES
-from asynccache.core.reuse import P2c
+from asynccache.core.policies import POLICIES, P2c
 from asynccache.core.settings import CoreConfig
 from asynccache.memory.host_copies import Faults
 from asynccache.runtime import head as parts_module
@@ -810,9 +809,9 @@ def grained(steps: int) -> Iterator[None]:
     with (
         patch.object(CacheConfig, "core", small),
         patch.object(eviction, "_SLICE", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
-        patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
-        patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
-        patch.object(duel, "_FEWEST", 4), patch.object(duel, "_ALARM", 4.0),
+        patch.object(policies, "_COHORTS", 2), patch.object(policies, "_MOST_GHOSTS", 4),
+        patch.object(policies, "_PRIOR_BLOCKS", 0.01), patch.object(policies, "_MOST_PAGES", 24),
+        patch.object(policies, "_FEWEST", 4), patch.object(policies, "_ALARM", 4.0),
         patch.object(ledger, "_SHORT", 4), patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield

@@ -9,7 +9,7 @@ from asynccache import AsyncCache
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import head as head_module
 from asynccache.storage import CheckedStore
-from asynccache.worker import opening
+from asynccache.worker import local
 from tests.runtime.runtime_kit import settings
 
 
@@ -29,7 +29,7 @@ async def test_a_store_that_cannot_be_closed_does_not_keep_the_device_open(monke
 
     monkeypatch.setattr(device, "aclose", closing)
     monkeypatch.setattr(CheckedStore, "aclose", failing)
-    monkeypatch.setattr(opening, "open_device", lambda name: device)
+    monkeypatch.setattr(local, "open_device", lambda name: device)
     cache = AsyncCache(settings(host=16), storage=MemoryBackend())
     await cache.__aenter__()
     with pytest.raises(OSError, match="the disk is gone"):

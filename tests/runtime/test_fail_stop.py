@@ -33,16 +33,18 @@ pytestmark = pytest.mark.source                          # it puts a call behind
 UNREACHED = {
     r"raise (InvariantViolation|illegal)\(": "a law of the core is broken, which the audit would find; it closes the "
                                              "cache as any other error does",
-    r"states\.py:\d+ illegal: ": "makes the error of such a law",
+    r"tree\.py:\d+ illegal: ": "makes the error of such a law",
     r"\.__repr__: ": "called by whoever reads a log, and by no call of the core",
     r"CacheCore\.active_|Order\.entries|SlotPool\.free": "read by the audit and by tools",
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
-    r"Prefetches\.commit: (self\.revoke\(op\)|return \(\))": "the runtime gives a fetch up before that",
+    r"Prefetches\.commit: (self\.release\(op\)|return \(\))": "the runtime gives a fetch up before that",
     r"_has_room: break|_not_on_host: return More|_saving: return pause|_evict_next: (self\._world\.offer|return SLICE)":
         "a call runs out of steps just there; tests/core/test_core_steps.py has the trees for that",
-    r"RoomMaker\._saving: self\._give_up": "a cell that is not worth a copy comes behind one that is",
+    r"World\.(backup|copy): self\._join_backups": "a plan has more backups than one effect may have, or some before "
+                                                 "another copy, as in test_core_joined_backups.py",
+    r"RoomMaker\._saving: self\._evict_outdone": "a cell that is not worth a copy comes behind one that is",
     r"Listing\.some: self\._run = ": "what was listed leaves before the list is made, as in test_core_surveys.py",
     r"World\.cut_off: left\.append": "a batch fails while a live namespace is listed, as in test_core_surveys.py; "
                                      "the runtime forgets what it lists in the same step",
@@ -118,7 +120,7 @@ def test_the_core_catches_nothing_so_an_exception_leaves_every_call_of_it_wherev
     """So it is enough to raise at each statement once, and not in each of the calls that run it."""
     folder = Path(core.__path__[0])
     trees = {file.name: ast.parse(file.read_text("utf-8")) for file in folder.rglob("*.py")}
-    assert len(trees) > 20
+    assert len(trees) > 15
     assert [name for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Try)] == []
 
 

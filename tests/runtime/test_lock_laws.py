@@ -20,7 +20,7 @@ from asynccache.runtime.lease import Lease
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 
 CALLS = ("lease", "commit", "extend", "release", "advance", "truncate", "complete", "drain", "prefetch_open",
-         "prefetch_take_full", "prefetch_take_aux", "prefetch_commit", "prefetch_revoke")  # fmt: skip
+         "prefetch_take_full", "prefetch_take_aux", "prefetch_commit", "prefetch_release")  # fmt: skip
 
 
 @asynccontextmanager

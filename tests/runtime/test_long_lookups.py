@@ -14,7 +14,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Record, Result
-from asynccache.worker.stages import BATCH_PAGES
+from asynccache.worker.local import BATCH_PAGES
 from tests.runtime.runtime_kit import PAGE, local, opened, settings, text
 
 PAGES = 20 * BATCH_PAGES

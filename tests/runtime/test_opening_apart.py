@@ -15,7 +15,7 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.signals import HostGate
 from asynccache.runtime import head as head_module
 from asynccache.runtime.head import Head
-from asynccache.worker import opening as worker_module
+from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import fence_all, local, push_out, serve, settings, settled, text, turns
 
 

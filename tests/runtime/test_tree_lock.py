@@ -171,7 +171,7 @@ def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
     run.insert("uvwxyz")  # its backup must wait for room on the host
     assert run.core.statistics().deferred_backups == 1
     run.prompt = False
-    run.perform(run.core.drop_claim(1))
+    run.perform(run.core.release_claim(1))
     assert run.core.behind
     assert not run.in_flight(BackupHost)
     run.perform(run.core.follow_up())

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
-from asynccache_shim.scheduled_request import ScheduledRequest
+from asynccache_shim.board import ScheduledRequest
 from msgspec import structs
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Batch, Finish, Limits, Request, State, admitting
+from asynccache_shim import Batch, Finish, Limits, Request, State, queue
 
 from asynccache import CacheClosed, CacheFull, ConfigError, Lease
 from asynccache.testing.slow_backend import SlowBackend
@@ -197,7 +197,7 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it would have come in, or would have had another one retracted."""
-    match = admitting._match
+    match = queue._match
 
     async def aborted(board: Any, request: Any) -> Any:
         found = await match(board, request)
@@ -205,7 +205,7 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
             request.submitted.abort()
         return found
 
-    monkeypatch.setattr(admitting, "_match", aborted)
+    monkeypatch.setattr(queue, "_match", aborted)
     async with serving(config(16)) as served:
         low = served.ask(text(6), 24)
         await until(lambda: len(low.output) > 2)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
-from asynccache_shim import Finish, Limits, Matched, Request, admitting
+from asynccache_shim import Finish, Limits, Matched, Request, queue
 from asynccache_shim.admission import CacheShape, SlotCounts, demand
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -212,6 +212,6 @@ def test_load_back_left_out_of_the_reservation_is_seen(monkeypatch: pytest.Monke
         return demand(shape, extend, remaining_chunk, more, Matched())
 
     monkeypatch.setattr(Leases, "_needs", without_loads)
-    monkeypatch.setattr(admitting, "demand", without_surcharge)
+    monkeypatch.setattr(queue, "demand", without_surcharge)
     with pytest.raises(Exception, match="are free"):
         asyncio.run(live(PRODUCTION))

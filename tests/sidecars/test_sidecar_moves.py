@@ -96,7 +96,7 @@ async def test_a_pool_of_few_layers_is_there_with_its_last_and_one_batch_is_one_
     """Layer i of every pool is there when layer i has come, so no layer of a model is there later than its own."""
     mover = Mover(CpuDevice(), indexed().pools())
     fill_host(mover)
-    gate = mover.device.gate()  # type: ignore[attr-defined]
+    gate = mover.device.gate()
     load = mover.load(moves_of([FULL]), [gate])
     assert len(load.layers) == 4
     assert not load.layers[0].done()

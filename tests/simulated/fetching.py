@@ -1,8 +1,8 @@
 """A prefetch without time: the storage side of ``SynchronousRuntime``, one step at a time.
 
-A fetch asks which pages are stored, is opened for these, takes host slots, fills them, and commits or revokes. Between
-any two steps the test may do anything else to the tree. Slots hold garbage until their page was read, so adopting an
-unread one shows.
+A fetch asks which pages are stored, is opened for these, takes host slots, fills them, and commits or is released.
+Between any two steps the test may do anything else to the tree. Slots hold garbage until their page was read, so
+adopting an unread one shows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fetch:
         self.runtime.memory[HOST, component, slot] = stored or self.runtime.garbage()
 
     def finish(self, limit: int | None = None, holders: Sequence[int] = ()) -> int:
-        """Fetch everything up to ``limit`` that can be had and commit it; the end reached, or 0 after a revoke."""
+        """Fetch everything up to ``limit`` that can be had and commit it; the end reached, or 0 after a release."""
         end = self.usable(limit)
         while end > self.shape.covered:
             missing = end // self.shape.page_size - self.anchor - len(self.full)
@@ -90,7 +90,7 @@ class Fetch:
                 self.commit(end, holders)
                 return end
             end = self.usable(end)
-        self.revoke()
+        self.release()
         return 0
 
     def commit(self, end: int, holders: Sequence[int] = ()) -> Plan:
@@ -106,9 +106,9 @@ class Fetch:
             self.runtime.complete(*[op for op in answer.ops if op in self.runtime.jobs])
         raise AssertionError("the commit waits for ever")
 
-    def revoke(self) -> None:
+    def release(self) -> None:
         """Revoke the prefetch: all its slots are given back."""
-        self.runtime.perform(self.runtime.core.prefetch_revoke(self.op))
+        self.runtime.perform(self.runtime.core.prefetch_release(self.op))
 
 
 def stored_pages(runtime: SynchronousRuntime, space: bytes, key: bytes) -> dict[str, list[bool]]:

@@ -16,12 +16,10 @@ from unittest.mock import patch
 
 import pytest
 
-from asynccache.core import reuse
+from asynccache.core import policies
 from asynccache.core.cache import CacheCore
-from asynccache.core.duel import HEAT, Duel
 from asynccache.core.eviction import EvictionPolicy, Judged, Learned, Order
-from asynccache.core.policies import POLICIES
-from asynccache.core.reuse import _CLASS, _HEAT, BINS, CLASSES, P2c
+from asynccache.core.policies import _CLASS, BINS, CLASSES, HEAT_BITS, HEAT_MASK, POLICIES, Duel, P2c
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node
 
@@ -75,7 +73,7 @@ class Leading(EvictionPolicy):
 
     def end(self, node: Node) -> None:
         self.p2c.end(node)
-        seen = self.p2c.duel._seen.get(node.heat >> HEAT)
+        seen = self.p2c.duel._seen.get(node.heat >> HEAT_BITS)
         assert seen is None or seen.kids, "the duel has what was ended, and nothing hangs below it there"
 
     def queue(self, node: Node, c: int) -> int:
@@ -102,10 +100,10 @@ def leading(seed: int | str = 0) -> Iterator[Counter[str]]:
     """A core that is set up with ``p2c`` within the block has ``Leading``. Yields what all of these have ``seen``
     together."""
     seen: Counter[str] = Counter()
-    edges = [edge // 10_000 for edge in reuse._EDGES]
+    edges = [edge // 10_000 for edge in policies._EDGES]
     with (
         patch.dict(POLICIES, {"p2c": lambda config: Leading(config, Random(f"{seed}/leading"), seen)}),
-        patch.object(reuse, "_EDGES", edges), patch.object(reuse, "_ENDS", (*edges[1:], reuse._NEVER)),
+        patch.object(policies, "_EDGES", edges), patch.object(policies, "_ENDS", (*edges[1:], policies._NEVER)),
     ):  # fmt: skip
         yield seen
 
@@ -126,12 +124,12 @@ def check_books(core: CacheCore) -> None:
     while stack:
         node = stack.pop()
         if node.parent is not None and node.used:
-            there[_CLASS[node.heat & _HEAT]] += (node.end - node.parent.end) * p2c._blocks
+            there[_CLASS[node.heat & HEAT_MASK]] += (node.end - node.parent.end) * p2c._blocks
         stack.extend((node.children or {}).values())
     held = 0
     for ghosts in p2c._ghosts:
         for _, _, pages, heat, _ in ghosts.values():
-            there[_CLASS[heat & _HEAT]] += pages * p2c._blocks
+            there[_CLASS[heat & HEAT_MASK]] += pages * p2c._blocks
             held += pages
     assert p2c._held == held, "pages of ghosts"
     assert [sum(row) for row in p2c.curves._waiting] == pytest.approx(there, abs=1e-6), "blocks that wait for a use"

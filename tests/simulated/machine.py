@@ -255,7 +255,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(holder=holders)
     def drop_claim(self, holder: int) -> None:
         """The lease of a claim's request is granted, or the request is gone."""
-        self.run.perform(self.run.core.drop_claim(holder))
+        self.run.perform(self.run.core.release_claim(holder))
 
     @rule()
     def nobody_follows_up(self) -> None:
@@ -284,18 +284,18 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fetches)
     @rule(data=st.data(), limit=st.integers(4, 60), holder=holders)
     def fetch_finish(self, data: st.DataObject, limit: int, holder: int) -> None:
-        """A prefetch commits what can be had up to some limit, or is revoked."""
+        """A prefetch commits what can be had up to some limit, or is released."""
         fetch = data.draw(st.sampled_from(self.fetches))
         self.fetches.remove(fetch)
         fetch.finish(limit, [holder])
 
     @precondition(lambda self: self.fetches)
     @rule(data=st.data())
-    def fetch_revoke(self, data: st.DataObject) -> None:
-        """The request of a prefetch was aborted, so the prefetch is revoked."""
+    def fetch_release(self, data: st.DataObject) -> None:
+        """The request of a prefetch was aborted, so the prefetch is released."""
         fetch = data.draw(st.sampled_from(self.fetches))
         self.fetches.remove(fetch)
-        fetch.revoke()
+        fetch.release()
 
     @precondition(lambda self: self.keys[SPACES[0]] or self.keys[SPACES[1]])
     @rule(space=spaces)
@@ -395,9 +395,9 @@ class CacheMachine(RuleBasedStateMachine):
         """Release everything, let everything end: nothing is left, and an invalidation empties every tier."""
         self.run.prompt = True
         for holder in HOLDERS:
-            self.run.perform(self.run.core.drop_claim(holder))
+            self.run.perform(self.run.core.release_claim(holder))
         for fetch in self.fetches:
-            fetch.revoke()
+            fetch.release()
         for request in self.requests:
             request.release()
         self.run.settle()

@@ -93,7 +93,7 @@ class Job:
         self.landed: Status | None = None
 
     def __repr__(self) -> str:
-        return f"<Job {type(self.effect).__name__} {self.effect.op}>"
+        return f"<Job {type(self.effect).__name__} {self.effect[0]}>"
 
 
 class Running:
@@ -418,17 +418,37 @@ class SynchronousRuntime:
                 self.jobs[effect.op] = Job(effect, {}, ())
             case Retire():
                 self.jobs[effect.op] = Job(effect, self._guards.pop(effect.op, {}), ())
+            case BackupHost():
+                self._start_backups(effect)
             case _:
-                self._start_copy(effect)
+                self._start_copy(effect.op, effect)
 
-    def _start_copy(self, effect: BackupHost | LoadBack | Clone) -> None:
+    def _start_backups(self, effect: BackupHost) -> None:
+        """Start each operation of ``effect`` by itself: it may end before the others, and as none of them does."""
+        world = self.core.world
+        left = {component: (src, dst) for component, src, dst in effect.moves}
+        for op in effect.ops:
+            pages: Counter[int] = Counter()
+            for node, mask, _ in world.ledger.ops[op].fragments:
+                for c in world.bits[mask]:
+                    pages[int(world.components[c].kind)] += world.pages(node, c)
+            moves = []
+            for component, count in sorted(pages.items()):
+                src, dst = left[component]
+                assert len(src) >= 4 * count, f"{effect} has no slots for all that operation {op} covers"
+                moves.append(Move(component, src[: 4 * count], dst[: 4 * count]))
+                left[component] = src[4 * count :], dst[4 * count :]
+            self._start_copy(op, BackupHost((op,), tuple(moves)))
+        assert not any(any(slots) for slots in left.values()), f"{effect} copies what none of its operations covers"
+
+    def _start_copy(self, op: int, effect: BackupHost | LoadBack | Clone) -> None:
         source, target = _TIERS[type(effect)]
         writes = [pair for move in effect.moves for pair in _pairs(move, source, target)]
         waits = isinstance(effect, Clone) and effect.after in self.jobs
         reads = {} if waits else {read: self.memory[read] for read, _ in writes}
         for _, write in writes:
             self.memory[write] = self.garbage()
-        self.jobs[effect.op] = Job(effect, reads, writes)
+        self.jobs[op] = Job(effect, reads, writes)
 
     def _publish(self, event: Publish) -> None:
         held = self.index[event.medium]

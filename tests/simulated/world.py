@@ -78,8 +78,8 @@ class Report:
     choices: Counter[str] = field(default_factory=Counter)
 
 
-def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None) -> Report:
-    """Run the world of this seed. ``pages``: a store that outlives worlds.
+def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None, *, debug: bool = False) -> Report:
+    """Run the world of this seed. ``pages``: a store that outlives worlds. ``debug``: as for ``AsyncCache``.
 
     Raises:
         Exception: whatever went wrong; the seed is in its notes.
@@ -87,7 +87,7 @@ def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None) -> 
     climate = draw_climate(seed)
 
     async def main(loop: SimulatedLoop) -> Report:
-        return await _World(loop, seed, climate, {} if pages is None else pages).run()
+        return await _World(loop, seed, climate, {} if pages is None else pages, debug=debug).run()
 
     with leading(seed) if climate.leads else nullcontext(Counter[str]()) as choices:
         report = simulate(main, seed, order=climate.order)
@@ -178,9 +178,11 @@ class _World:
     """One cache, its engine, and those who use it."""
 
     def __init__(
-        self, loop: SimulatedLoop, seed: int, climate: Climate, pages: dict[PageKey, tuple[bytes, bytes]]
-    ) -> None:
+        self, loop: SimulatedLoop, seed: int, climate: Climate, pages: dict[PageKey, tuple[bytes, bytes]], *,
+        debug: bool = False,
+    ) -> None:  # fmt: skip
         self.loop = loop
+        self.debug = debug
         self.climate = climate
         self.random = loop.entropy("world")
         self.report = Report(seed, climate)
@@ -225,7 +227,7 @@ class _World:
             self._nothing_is_left()
 
     def _cache(self) -> AsyncCache:
-        return AsyncCache(self.climate.config, device=self.device, storage=self.backend)
+        return AsyncCache(self.climate.config, device=self.device, storage=self.backend, debug=self.debug)
 
     async def _requests(self) -> None:
         """Make the requests, some at a time; when one ends the next begins."""

@@ -154,7 +154,7 @@ def stress(seconds: float, seed: int, folder: str) -> RunSettings:
     """Two stores that are full soon, faults and cancellations, as many requests as the machine can serve."""
     return RunSettings.read("stress", {
         "duration": str(seconds), "seed": str(seed), "rate": "0", "faults": "0.1", "cancel_rate": "0.1", "quiet": True,
-        "device_tokens": "16384", "host_tokens": "32768",
+        "device_tokens": "16384", "host_tokens": "32768", "components": "full,swa,mamba", "end_hints": "0.5",
         "storage": ["memory:?capacity=32MiB", f"file:{folder}/kv?capacity=128MiB&segment=8MiB"],
     })  # fmt: skip
 

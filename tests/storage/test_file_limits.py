@@ -16,9 +16,8 @@ import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.backend import THREADS, PageRun, plan_reads
 from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, read_runs, write_run
-from asynccache_backends.file.index import FileIndex
-from asynccache_backends.file.segments import PageGroup, group_bytes
-from asynccache_backends.file.settings import usual_segment
+from asynccache_backends.file.folder import usual_segment
+from asynccache_backends.file.segments import FileIndex, PageGroup, group_bytes
 
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url

@@ -18,8 +18,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Pages, Record, Result, StorageBackend
-from asynccache.storage.loop_thread import PendingCall
-from asynccache.storage.rows import Rows
+from asynccache.storage.loop_thread import PendingCall, Rows
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.storage.pages_kit import (
     FAILED,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from asynccache_backends.file.settings import FileSettings
+from asynccache_backends.file.folder import FileSettings
 
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, open_store, parse_size, parse_url

@@ -25,7 +25,8 @@ from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = (
-    "--workload", "mixed", "--rate", "25", "--concurrency", "16", "--components", "full,swa,mamba", "--window", "256",
+    "--workload", "mixed", "--rate", "25", "--concurrency", "16", "--components", "full,swa,mamba",
+    "--end-hints", "0.5", "--window", "256",
     "--bytes-per-token", "128", "--layers", "2", "--mamba-bytes", "4096", "--device-tokens", "12288",
     "--host-tokens", "8192", "--prefill-tokens-per-s", "20000", "--decode-tokens", "32", "--duration", "600",
 )  # fmt: skip

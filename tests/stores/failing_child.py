@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 from asynccache.cli.options import RunSettings, loop_factory
+from asynccache.cli.report import Tally
 from asynccache.cli.service import Server
 from asynccache.cli.session import Session
-from asynccache.cli.tally import Tally
 from asynccache.cli.workloads import RunRequest
 from asynccache.runtime.prefetch import Prefetch, Prefetches
 from asynccache.storage import Breaker, BreakerState, Permit

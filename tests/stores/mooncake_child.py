@@ -19,8 +19,7 @@ from threading import Thread
 from typing import Any, Self
 
 from asynccache_backends.mooncake import MooncakeBackend
-from asynccache_backends.mooncake.client import MooncakeClient, library
-from asynccache_backends.mooncake.settings import settings_of
+from asynccache_backends.mooncake.client import MooncakeClient, library, settings_of
 
 from asynccache.cli.meter import run_delay
 from asynccache.errors import Unavailable

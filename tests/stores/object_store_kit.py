@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asynccache_backends.object_store import ObjectBackend
-from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.connect import settings_of
+from asynccache_backends.object_store.client import ObjectClient, settings_of
 from obstore.store import LocalStore
 
 from asynccache.storage import CheckedStore, PageKey, ParsedUrl, Result, StoreLayout, parse_url

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from asynccache_backends.mooncake import master
+from asynccache_backends.mooncake import client as mooncake
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.resp import ProtocolError, Reader
 from asynccache_backends.redis.server import Answers
@@ -248,13 +248,13 @@ def test_names_come_whole() -> None:
             handler.wfile.write(b"name-%d\n" % number)
 
     with admin(some) as place:
-        assert master.object_names(place) == [f"name-{number}" for number in range(3000)]
+        assert mooncake.object_names(place) == [f"name-{number}" for number in range(3000)]
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 1 << 20), ("LIST_WITHIN", 0.2)])
 def test_a_list_of_names_without_an_end_is_unavailable(
     limit: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master, limit, value)
+    monkeypatch.setattr(mooncake, limit, value)
     with admin(endless) as place, pytest.raises(Unavailable, match=f"{HOST}.* has no end of its answer"):
-        master.object_names(place)
+        mooncake.object_names(place)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from asynccache_backends.mooncake import MooncakeBackend, client
-from asynccache_backends.mooncake.client import acquire
-from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
+from asynccache_backends.mooncake.client import MooncakeSettings, acquire, settings_of
 from asynccache_backends.mooncake.transfers import STAGE_BYTES
 
 from asynccache.errors import ConfigError, Timeout, Unavailable

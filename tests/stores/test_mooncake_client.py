@@ -11,8 +11,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from asynccache_backends.mooncake.client import ENVIRONMENT, MooncakeClient, library, prepare
-from asynccache_backends.mooncake.settings import MooncakeSettings
+from asynccache_backends.mooncake.client import ENVIRONMENT, MooncakeClient, MooncakeSettings, library, prepare
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import HostPort

@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from asynccache_backends.mooncake import backend as module
 from asynccache_backends.mooncake.backend import MooncakeBackend
-from asynccache_backends.mooncake.client import MooncakeClient
-from asynccache_backends.mooncake.settings import settings_of
+from asynccache_backends.mooncake.client import MooncakeClient, settings_of
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Result, parse_url

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from asynccache_backends.mooncake.settings import settings_of
+from asynccache_backends.mooncake.client import settings_of
 
 from asynccache.errors import ConfigError
 from asynccache.storage import HostPort, parse_url

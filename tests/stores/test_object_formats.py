@@ -11,6 +11,7 @@ from asynccache_backends.object_store.formats import (
     TRAILER_BYTES,
     NameClock,
     Pack,
+    PackIndex,
     PackIndexSnapshot,
     first_name,
     footer_bytes,
@@ -24,7 +25,6 @@ from asynccache_backends.object_store.formats import (
     stamp_of,
     trailer_of,
 )
-from asynccache_backends.object_store.index import PackIndex
 
 from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA
 

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 from asynccache_backends.object_store import ObjectBackend
-from asynccache_backends.object_store.client import redacted
-from asynccache_backends.object_store.connect import connect, settings_of
+from asynccache_backends.object_store.client import connect, redacted, settings_of
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import parse_url

@@ -56,7 +56,7 @@ def here(kind: str, made: Path, url: str) -> dict[str, Any]:
 def replay(made: Path, url: str) -> subprocess.Popen[str]:
     """A replay by another process."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
-    command = [sys.executable, "-m", "asynccache.cli", *words(made, url, "-")]
+    command = [sys.executable, "-m", "asynccache", *words(made, url, "-")]
     return warm.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )

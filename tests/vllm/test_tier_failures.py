@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 from asynccache_vllm import tier as tiers
+from asynccache_vllm.counts import LOADED, STORED
 from asynccache_vllm.lookups import MISS_KEPT
-from asynccache_vllm.tallying import LOADED, STORED
 from asynccache_vllm.transfers import ChunkTransfer
 from vllm.v1.kv_offload.base import LookupResult
 

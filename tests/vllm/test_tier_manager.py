@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 import asynccache_vllm
+from asynccache_vllm.counts import LOADED, LOOKUPS, STORED
 from asynccache_vllm.namespace import engine_facts, weights_fact
-from asynccache_vllm.tallying import LOADED, LOOKUPS, STORED
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -273,7 +273,7 @@ def test_the_log_says_which_stores_and_which_namespace(tmp_path: Path, told: pyt
 def test_a_summary_comes_now_and_then(
     tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asynccache_vllm.tallying.SUMMARY_EVERY", 0.0)
+    monkeypatch.setattr("asynccache_vllm.counts.SUMMARY_EVERY", 0.0)
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(4))
         playing.settle()

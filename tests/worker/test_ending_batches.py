@@ -12,8 +12,7 @@ from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import Move, Status
 from asynccache.worker.messages import BatchOver, Died, Ended, Message
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.rank_server import ORDERS
-from asynccache.worker.rank_worker import EngineBatch, SentBatches
+from asynccache.worker.rank_server import ORDERS, EngineBatch, SentBatches
 from asynccache.worker.work import CopyKind, Work
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
@@ -107,7 +106,7 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
         slots = bytes(4)
         server.take(send_batch(8, b"", (7,)))
         server.take(ORDERS["forget_load"].message(7))
-        server.take(perform(Work(CopyKind.LOAD, [9], (Move(FULL, slots, slots),))))
+        server.take(perform(Work(CopyKind.LOAD, (9,), (Move(FULL, slots, slots),))))
         with pytest.raises(CopyFailed):
             await worker.face.layer(server.batches.find(8), 0)
         server.take(send_batch(10, b"", (7,)))

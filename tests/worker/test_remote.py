@@ -11,14 +11,25 @@ import msgspec
 import pytest
 
 from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Replicated, Sidecar, SlidingWindow
-from asynccache.core.plan import Move, Status, StoredPages
+from asynccache.core.plan import MOST_BYTES, MOST_OPS, Move, Status, StoredPages
 from asynccache.storage import StoreOptions
 from asynccache.worker import messages as m
-from asynccache.worker import remote as r
 from asynccache.worker.group import WorkerGroup
+from asynccache.worker.link import MOST_FRAME
 from asynccache.worker.local import LocalWorker, StoreEntry
 from asynccache.worker.rank_server import ORDERS, OpenedRank, RankServer, decode_orders
-from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.work import (
+    CopyKind,
+    DamagedPage,
+    Inspected,
+    PageBytes,
+    PageQuestion,
+    ReadOrder,
+    StoredBatch,
+    StoreQuestion,
+    Work,
+    WriteOrder,
+)
 
 CONFIG = CacheConfig(
     model="m", page_size=4, storage=("file:/a?name=x", "redis://b"), prefetch_policy=PrefetchPolicy.BEST_EFFORT,
@@ -33,10 +44,11 @@ MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 PAGES = StoredPages(0, bytes(32), b"slot"), StoredPages(2, bytes(64), b"slots")
 ENTRY = StoreEntry(2, StoreOptions(name="x", write=False), shared=True)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
-    "open": [(CONFIG,)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)], "group_lost": [(2, "was silent")],
+    "open": [(CONFIG, True)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)],
+    "group_lost": [(2, "was silent")],
     "perform": [
-        (Work(CopyKind.BACKUP, [6, 7], MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, [8], MOVES),),
-        (Work(CopyKind.CLONE, [9], MOVES, 8),),
+        (Work(CopyKind.BACKUP, (6, 7), MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, (8,), MOVES),),
+        (Work(CopyKind.CLONE, (9,), MOVES, 8),),
     ],
     "forget_load": [(8,)], "send_batch": [(3, bytes(range(256)), (8,))], "give_up": [(10,)],
     "store": [([WriteOrder(10, PAGES), WriteOrder(11, ())],)], "ask": [([StoreQuestion("full", bytes(64))],)],
@@ -44,13 +56,15 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "flush": [()],
     "is_away": [(bytes(32),)], "open_store": [(2, "file:/c", {"name": "c"}, None)], "use_store": [(2, 0), (2, None)],
     "drop_store": [(2,)], "leave_store": [(2,)], "close_store": [(2,)], "watch_store": [(1,)], "unwatch_store": [(1,)],
+    "fill": [(0, b"slot", True)], "forget_fill": [(1, b"slot")], "inspect": [([PageQuestion(0, b"slot")], True)],
     "close": [(1.5,)],
 }  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "open": OpenedRank(4, {"full": 64}, [ENTRY], bytes(32)), "store": StoredBatch(frozenset({7, 8}), 1, 2, 3),
     "ask": [bytes([0, 1, 2, 3]), b""], "read": [b"\1"], "open_store": ENTRY,
+    "inspect": Inspected([PageBytes(b"sum", b"bits", ["layer 1"])], [DamagedPage(0, 7, "full")]),
 }  # fmt: skip
-decode_news = r.news_decoder(ORDERS)
+decode_news = m.news_decoder(ORDERS)
 
 
 def orders() -> list[Any]:
@@ -124,7 +138,7 @@ def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
     {"components": [{"pool": "full", "bytes_per_token": 4, "device_tokens": 64, "odd": 1}]},
 ])  # fmt: skip
 def test_settings_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
-    message = ORDERS["open"].message(1, CONFIG)
+    message = ORDERS["open"].message(1, CONFIG, False)
     plain = msgspec.to_builtins([message])
     settings = next(part for part in plain[0] if isinstance(part, dict))
     settings |= wrong
@@ -143,23 +157,30 @@ def test_a_group_has_every_call_of_a_local_worker_and_takes_it_in_the_same_way()
     assert calls - vars(WorkerGroup).keys() - attributes == set()
     for name in calls:
         plain, group = vars(LocalWorker)[name], vars(WorkerGroup)[name]
+        group = getattr(group, "func", group)          # of those that ``everywhere`` has made
         assert inspect.iscoroutinefunction(plain) == inspect.iscoroutinefunction(group), name
-    assert r.orders_of(RankServer, LocalWorker).keys() == ORDERS.keys()
+    assert m.orders_of(RankServer, LocalWorker).keys() == ORDERS.keys()
 
 
 def test_a_new_call_is_one_method() -> None:
     class Newer:
-        @r.remote(fold=lambda said, store, keys: sum(said.values()))
+        @m.remote(fold=lambda said, store, keys: sum(said.values()))
         async def count(self, store: int, keys: list[bytes]) -> int:
             """How many of these keys the store has."""
             return store + len(keys)
 
-    (order,) = r.orders_of(Newer).values()
+    (order,) = m.orders_of(Newer).values()
     assert order.answer is not None
     assert order.fold is not None
-    decode = r.order_decoder({"count": order})
+    decode = m.order_decoder({"count": order})
     sent = order.message(7, 1, [b"a", b"b"])
     assert decode(m.encode([sent])) == [sent]
     assert order.fold({0: 3, 1: 4}, 1, [b"a", b"b"]) == 7
     with pytest.raises(RankFailure, match="no message"):
         decode(m.encode([order.message(7, "1", [b"a"])]))
+
+
+def test_the_longest_backup_that_the_core_joins_is_a_short_message() -> None:
+    """An operation that is larger by itself is no part of a longer one."""
+    work = Work(CopyKind.BACKUP, tuple(range(MOST_OPS)), (Move(0, bytes(MOST_BYTES), bytes(MOST_BYTES)),))
+    assert len(m.encode(ORDERS["perform"].message(work))) < MOST_FRAME // 16

@@ -20,7 +20,7 @@ def config(threshold: int) -> CacheConfig:
 @pytest.mark.parametrize("threshold", [0, 1 << 60])
 def test_what_is_sent_is_the_configuration(threshold: int) -> None:
     order: Any
-    (order,) = decode_orders(encode([ORDERS["open"].message(1, config(threshold))]))
+    (order,) = decode_orders(encode([ORDERS["open"].message(1, config(threshold), False)]))
     assert type(order) is ORDERS["open"].message
     assert order.settings == config(threshold)
 

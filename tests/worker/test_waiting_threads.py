@@ -49,7 +49,7 @@ class Opened:
         self.heard.set()
 
     async def open(self) -> None:
-        self.server.take(ORDERS["open"].message(1, CONFIG))
+        self.server.take(ORDERS["open"].message(1, CONFIG, False))
         await asyncio.wait_for(self.heard.wait(), 30)
         assert type(self.told[0]) is ORDERS["open"].answer, self.told
         assert self.server.local is not None
@@ -66,7 +66,7 @@ class Opened:
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
         slots = np.arange(PAGES, dtype=np.int32).tobytes()
-        self.server.take(perform(Work(CopyKind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
+        self.server.take(perform(Work(CopyKind.LOAD, (number,), (Move(FULL, slots, slots),), 0, after)))
         self.server.take(send_batch(number, b"", (number,)))
         return self.server.batches.find(number)
 

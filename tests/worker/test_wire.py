@@ -11,9 +11,18 @@ from asynccache.core.plan import Status
 from asynccache.errors import RankFailure
 from asynccache.worker import link as links
 from asynccache.worker.link import Wire
-from asynccache.worker.messages import MOST_REASON, BatchOver, Died, Ended, Failed, Message, encode, sendable
+from asynccache.worker.messages import (
+    MOST_REASON,
+    BatchOver,
+    Died,
+    Ended,
+    Failed,
+    Message,
+    encode,
+    news_decoder,
+    sendable,
+)
 from asynccache.worker.rank_server import ORDERS, decode_orders
-from asynccache.worker.remote import news_decoder
 from tests.simulated.links import simulated_links
 from tests.simulated.loop import SimulatedLoop, simulate
 

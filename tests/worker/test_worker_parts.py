@@ -13,11 +13,12 @@ from asynccache import CacheConfig, ConfigError, Full, Replicated, Sidecar
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import StoredPages
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.pools import Mover
 from asynccache.storage import PageKey, Result
+from asynccache.storage.contract import StoreLayout
 from asynccache.worker import Topology
-from asynccache.worker.local import SWEEP, LocalBatches
+from asynccache.worker.local import BATCH_PAGES, SWEEP, LocalBatches, LocalWorker
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.stages import BATCH_PAGES, ReadingStage, WritingStage
 from asynccache.worker.work import ReadOrder, StoredBatch, StoreQuestion, WriteOrder
 
 PAGES = 4
@@ -32,20 +33,20 @@ class Host:
         return memoryview(bytearray([slot % 256]))
 
 
+SPECS = CacheConfig(
+    model="m", components=(Full(bytes_per_token=1, device_tokens=1024, host_tokens=1024),), page_size=1,
+    sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1),),
+).pools()  # fmt: skip
+
+
 def pools() -> PoolMap:
-    config = CacheConfig(
-        model="m", components=(Full(bytes_per_token=1, device_tokens=1024, host_tokens=1024),), page_size=1,
-        sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1),),
-    )  # fmt: skip
-    return PoolMap(config.pools(), 1, {"full": Host(), "side": Host()})
+    return PoolMap(SPECS, 1, {"full": Host(), "side": Host()})
 
 
-def reading(store: object, mapped: PoolMap) -> ReadingStage:
-    return ReadingStage(cast("Any", store), mapped)
-
-
-def writing(store: object, mapped: PoolMap) -> WritingStage:
-    return WritingStage(cast("Any", store), mapped)
+def worker(store: object, mapped: PoolMap) -> LocalWorker:
+    """A worker on the CPU that has ``store`` for its stores, and ``mapped`` for its host pages."""
+    mover = Mover(CpuDevice(), SPECS)
+    return LocalWorker(mover, mapped, cast("Any", store), StoreLayout({}, b""), takes_stores=True, own_device=True)
 
 
 class Lacking:
@@ -71,9 +72,9 @@ async def test_a_run_is_read_in_each_pool_up_to_the_first_page_that_one_lacks() 
     mapped = pools()
     store = Lacking(mapped.key("full", HASHES[2 * HASH_BYTES : 3 * HASH_BYTES]))
     reads = [ReadOrder(pool, HASHES, SLOTS) for pool in ("full", "side")]
-    assert await reading(store, mapped).read(reads, run=True) == [bytes([1, 1, 0, 1]), bytes([1, 1])]
+    assert await worker(store, mapped).read(reads, run=True) == [bytes([1, 1, 0, 1]), bytes([1, 1])]
     assert store.asked == [["full"] * 4, ["side"] * 2]
-    assert await reading(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
+    assert await worker(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
 
 
 @pytest.mark.asyncio
@@ -81,7 +82,7 @@ async def test_what_is_asked_of_several_pools_is_answered_page_by_page_in_order(
     mapped = pools()
     store = Lacking(mapped.key("side", HASHES[:HASH_BYTES]))
     asked = [StoreQuestion("side", HASHES), StoreQuestion("full", HASHES[: 2 * HASH_BYTES])]
-    assert await reading(store, mapped).ask(asked) == [bytes([0, 1, 1, 1]), bytes([1, 1])]
+    assert await worker(store, mapped).ask(asked) == [bytes([0, 1, 1, 1]), bytes([1, 1])]
 
 
 class Slow:
@@ -111,7 +112,7 @@ async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_un
     for give_up, outcome in ((True, StoredBatch(frozenset({7}), BATCH_PAGES, 0, BATCH_PAGES)),
                              (False, StoredBatch(frozenset(), 2 * count, count, 2 * count))):  # fmt: skip
         store = Slow()
-        stage = writing(store, pools())
+        stage = worker(store, pools())
         storing = asyncio.ensure_future(stage.store([effect]))
         await store.begun.wait()
         if give_up:
@@ -127,7 +128,7 @@ async def test_a_batch_that_is_given_up_in_the_turn_in_which_it_comes_and_anothe
     hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
     pages = (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),)
     store = Slow()
-    stage = writing(store, pools())
+    stage = worker(store, pools())
     other = asyncio.ensure_future(stage.store([WriteOrder(1, (pages[0]._replace(hashes=HASHES, slots=SLOTS),))]))
     await store.begun.wait()
     store.go.set()
@@ -169,7 +170,7 @@ async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_an
     for rank in (0, 1):
         mapped = PoolMap([spec.on_rank(rank, 2) for spec in config.pools()], 1, {"full": Host(), "side": Host()})
         store = Tiered(own, shared)
-        stored = await writing(store, mapped).store([WriteOrder(1, (StoredPages(0, HASHES, SLOTS),))])
+        stored = await worker(store, mapped).store([WriteOrder(1, (StoredPages(0, HASHES, SLOTS),))])
         assert stored.failed == (frozenset() if own or shared else frozenset({1}))
         assert all([key.pool for key in keys] == ["side"] * PAGES + ["full"] * PAGES for keys in store.own)
         expected = (["side"] * PAGES if rank == 0 else []) + ["full"] * PAGES
@@ -182,9 +183,9 @@ async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_an
 async def test_of_a_pool_without_bytes_here_nothing_lacks() -> None:
     mapped = pools()
     store = Lacking()
-    assert await reading(store, mapped).ask([StoreQuestion("elsewhere", HASHES)]) == [bytes([1] * PAGES)]
+    assert await worker(store, mapped).ask([StoreQuestion("elsewhere", HASHES)]) == [bytes([1] * PAGES)]
     orders = [ReadOrder("elsewhere", HASHES, SLOTS)]
-    assert await reading(store, mapped).read(orders, run=True) == [bytes([1] * PAGES)]
+    assert await worker(store, mapped).read(orders, run=True) == [bytes([1] * PAGES)]
     assert store.asked == []
 
 

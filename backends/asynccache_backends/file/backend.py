@@ -8,7 +8,7 @@ Laws:
 * Payloads are not verified here; ``CheckedStore`` does that.
 * When the disk is full or broken, writes are FAILED at once for a while (a back-off), and reads go on.
 
-The options of the URL are in ``settings``.
+The options of the URL are in ``folder``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from asynccache.storage import (
     settled,
 )
 from asynccache_backends.file.files import FileRun
-from asynccache_backends.file.folder import FolderLock, load_manifest, supports_direct
-from asynccache_backends.file.index import FileIndex
+from asynccache_backends.file.folder import FolderLock, load_manifest, settings_of, supports_direct
 from asynccache_backends.file.log import SegmentLog
-from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, pack_block
-from asynccache_backends.file.settings import settings_of
+from asynccache_backends.file.segments import BLOCK_BYTES, FileIndex, PageGroup, pack_block
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 

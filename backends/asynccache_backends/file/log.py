@@ -27,13 +27,13 @@ import aiofiles
 
 from asynccache.storage import ThreadPool, completed, settled
 from asynccache_backends.file.files import FileRun, Folder, RunsMoved, read_runs, write_run
-from asynccache_backends.file.folder import Manifest
-from asynccache_backends.file.index import FileIndex
+from asynccache_backends.file.folder import FileSettings, Manifest
 from asynccache_backends.file.segments import (
     BLOCK_BYTES,
     DELETION,
     GROUP_BYTES,
     Deletions,
+    FileIndex,
     PageGroup,
     Segment,
     SegmentRecord,
@@ -46,7 +46,6 @@ from asynccache_backends.file.segments import (
     scan,
     segment_name,
 )
-from asynccache_backends.file.settings import FileSettings
 
 
 class SegmentLog:

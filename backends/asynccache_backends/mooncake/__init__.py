@@ -1,9 +1,9 @@
 """The store on Mooncake: the memory of many machines behind one master.
 
 Mooncake's client is a C++ library. It segfaults when it is misused, and holds the GIL while it is set up and closed.
-``client`` has the one client of the process, and is the only way to it. ``regions`` knows which memory the client may
-read and write. ``transfers`` makes the client's blocking calls, in threads. ``codes`` says what the client's numbers
-mean. ``master`` asks the master what the client does not. ``backend`` is the storage contract on all of these.
+``client`` has the one client of the process, and is the only way to it; the settings in a URL, the memory that it may
+read and write, and what the master is asked without it. ``transfers`` makes the client's blocking calls, in threads.
+``codes`` says what the client's numbers mean. ``backend`` is the storage contract on all of these.
 """
 
 from __future__ import annotations

@@ -35,10 +35,16 @@ from asynccache.storage import (
     settled,
 )
 from asynccache_backends.mooncake import codes as meaning
-from asynccache_backends.mooncake.client import MooncakeClient, acquire, library
-from asynccache_backends.mooncake.master import greet, object_names
-from asynccache_backends.mooncake.regions import copy
-from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
+from asynccache_backends.mooncake.client import (
+    MooncakeClient,
+    MooncakeSettings,
+    acquire,
+    copy,
+    greet,
+    library,
+    object_names,
+    settings_of,
+)
 from asynccache_backends.mooncake.transfers import ClientCalls
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -74,8 +80,8 @@ class MooncakeBackend:
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """Open the store of ``mooncake://master:port?...`` (see ``settings``). The first cache of a process sets the
-        client up; no other thread of the process runs for 0.05 to 0.1 s then.
+        """Open the store of ``mooncake://master:port?...`` (see ``MooncakeSettings``). The first cache of a process
+        sets the client up; no other thread of the process runs for 0.05 to 0.1 s then.
 
         Cancelling it waits for a set-up that has begun, and leaves nothing in use.
 

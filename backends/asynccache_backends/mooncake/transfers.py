@@ -16,9 +16,8 @@ from threading import Lock, local
 
 from asynccache.errors import BackendError
 from asynccache.storage import HEADER_BYTES, Record
-from asynccache_backends.mooncake.client import MooncakeClient
+from asynccache_backends.mooncake.client import MooncakeClient, Region, address_of, copy, region_of
 from asynccache_backends.mooncake.codes import NOT_TRIED
-from asynccache_backends.mooncake.regions import Region, address_of, copy, region_of
 
 STAGE_BYTES = 8 << 20
 SHORT_BYTES = 128 << 10  # over TCP; with pages of 64 KiB the stage was twice as fast, with 256 KiB equally fast

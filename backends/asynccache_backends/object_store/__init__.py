@@ -9,10 +9,10 @@ page reach a quarter of the rate of packs. On S3 the PUT of such an object costs
 ``exists`` would be a request for each key, where here it is a look-up in a dict. The price is that a process has to
 find the packs of others: see ``catalog``.
 
-    formats   the names and the content of objects       connect   opens the client for a URL
-    index     which keys lie where                       client    the requests that are made, and their errors
-    catalog   finds what others have stored and removed  uploads   puts pages together into packs and sends them
-    keeper    the work in the background                 reads     plans and makes the range reads of gets
+    formats   the names and the content of objects,      uploads   puts pages together into packs and sends them
+              and the index: which keys lie where        reads     plans and makes the range reads of gets
+    client    the client for a URL, its requests and     catalog   finds what others have stored and removed, in the
+              their errors                                         background
     backend   the storage contract, on all of these
 """
 

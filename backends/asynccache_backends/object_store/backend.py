@@ -35,11 +35,9 @@ from asynccache.storage import (
     Tell,
     ThreadPool,
 )
-from asynccache_backends.object_store.catalog import PackCatalog
-from asynccache_backends.object_store.client import NoRoom, ObjectClient
-from asynccache_backends.object_store.connect import ObjectSettings, connect, settings_of
+from asynccache_backends.object_store.catalog import CatalogKeeper, PackCatalog
+from asynccache_backends.object_store.client import NoRoom, ObjectClient, ObjectSettings, connect, settings_of
 from asynccache_backends.object_store.formats import INDEX, PACKS, NameClock, Pack, stamp_of
-from asynccache_backends.object_store.keeper import CatalogKeeper
 from asynccache_backends.object_store.reads import Fetches, plan_reads
 from asynccache_backends.object_store.uploads import Uploads
 

@@ -12,6 +12,11 @@ and by a *full* list, which is made at opening and every ten minutes.
 What is newer is told by the names of packs, and the time in a name is from its writer's clock. Therefore a list begins
 ``OVERLAP`` seconds before the newest time that the store itself has given to an object. Packs of a writer whose clock
 is behind the store's by more than that are found by full lists only.
+
+``CatalogKeeper`` is the work in the background of an open store: it finds packs of other processes and stores snapshots
+of the index. All of it is done by one task. The task wakes every ``refresh`` seconds, and when something is due, but
+then at least a second (or ``refresh`` seconds, if that is less) after the last time. After an error it waits twice as
+long as before, up to a minute. Only ``stop`` waits for the task.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
+from asynccache.errors import Unavailable
 from asynccache.storage import ThreadPool, settled
 from asynccache_backends.object_store.client import ListedObject, ObjectClient
 from asynccache_backends.object_store.formats import (
@@ -29,6 +36,7 @@ from asynccache_backends.object_store.formats import (
     PACKS,
     NameClock,
     Pack,
+    PackIndex,
     PackIndexSnapshot,
     first_name,
     footer_bytes,
@@ -40,7 +48,6 @@ from asynccache_backends.object_store.formats import (
     parse_tomb,
     stamp_of,
 )
-from asynccache_backends.object_store.index import PackIndex
 
 OVERLAP = 600.0
 AHEAD = 24 * 3600.0  # seconds; a snapshot's cursor that is further ahead of this clock is taken for an error
@@ -252,3 +259,69 @@ class PackCatalog:
             for task in tasks:
                 task.cancel()
             await settled(tasks)
+
+
+FULL_EVERY = 600.0
+SHORTEST = 1.0
+LONGEST = 60.0
+_NEVER = 1e9
+
+
+class CatalogKeeper:
+    """The owner of the background task. ``refresh``: seconds between two looks for packs of other processes; 0: they
+    are not looked for."""
+
+    def __init__(self, catalog: PackCatalog, refresh: float) -> None:
+        self._catalog = catalog
+        self._refresh = refresh
+        self._due = asyncio.Event()
+        self._delay = min(SHORTEST, refresh or SHORTEST)
+        self._full_at = asyncio.get_running_loop().time() + FULL_EVERY
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, full: bool) -> None:
+        """Start the task. ``full``: whether it begins with a list of everything, unless ``refresh`` is 0."""
+        if full:
+            self._full_at = 0.0
+            self._due.set()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def missed(self) -> None:
+        """Look for packs of other processes soon, because a key was asked for that is not known here."""
+        if self._refresh:
+            self._due.set()
+
+    def stored(self) -> None:
+        """Note that a pack was stored, so that a snapshot may be due."""
+        if self._catalog.save_due:
+            self._due.set()
+
+    async def stop(self) -> None:
+        """Cancel the task and wait until it has ended. Cancelling it does not shorten the waiting."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await settled([task])
+
+    async def _run(self) -> None:
+        loop, wait = asyncio.get_running_loop(), self._delay
+        while True:
+            await asyncio.sleep(wait)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, (self._refresh or _NEVER) - wait)):
+                    await self._due.wait()
+            self._due.clear()
+            try:
+                async with self._catalog.lock:
+                    if self._refresh:
+                        now = loop.time()
+                        full = now >= self._full_at
+                        await self._catalog.refresh(full)
+                        if full:
+                            self._full_at = now + FULL_EVERY
+                    if self._catalog.save_due:
+                        await self._catalog.save()
+                wait = self._delay
+            except (Unavailable, FileNotFoundError):
+                self._catalog.counts["errors"] += 1
+                wait = min(2 * wait, LONGEST)

@@ -17,8 +17,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import PageKey, Record, Result, ThreadPool
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.formats import PACKS, FooterEntry, Pack
-from asynccache_backends.object_store.index import PackIndex
+from asynccache_backends.object_store.formats import PACKS, FooterEntry, Pack, PackIndex
 
 GAP = 512 << 10  # so many bytes between two wanted pages are read with them, since another request would cost more
 

@@ -1,7 +1,0 @@
-"""``python -m asynccache.cli``: the command where it is not on the path."""
-
-import sys
-
-from asynccache.cli.entry import main
-
-sys.exit(main())

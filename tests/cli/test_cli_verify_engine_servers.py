@@ -1,0 +1,307 @@
+"""``asynccache verify-engine`` and servers that are not like ours: without salts, unsteady, silent, or no servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+import torch
+from openai_serving.protocol import ApiError, ParsedRequest, Prompt
+from openai_serving.scores import ScoredModel
+from openai_serving.service import Choices, Service
+
+from asynccache.cli.main import main
+from asynccache.cli.openai_client import Answer, Difference, apart
+from tests import warm
+from tests.cli.engine_server import DEVICE, FEW, FLUSHES, parts, serving, verdicts, verified
+from tests.examples.server_kit import ROOT, command
+
+torch.set_num_threads(1)
+
+
+class Unsalted(Service):
+    """A server that ignores salts, as those do whose connector has keys of its own."""
+
+    def generate(self, ask: ParsedRequest, tokens: list[int]) -> Choices:
+        return super().generate(replace(ask, cache_salt=None), tokens)
+
+
+class Refusing(Service):
+    """A server that refuses salts, and has no tokenizer to ask."""
+
+    def generate(self, ask: ParsedRequest, tokens: list[int]) -> Choices:
+        if ask.cache_salt is not None:
+            raise ApiError(400, "unknown parameter: cache_salt", param="cache_salt")
+        return super().generate(ask, tokens)
+
+    async def tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            raise ApiError(404, "there is nothing of this name")
+        return await super().tokens(prompt)
+
+
+@pytest.mark.parametrize("kind", [Unsalted, Refusing])
+def test_a_server_without_salts_is_verified_as_far_as_that_goes(
+    kind: type[Service], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(parts(), kind) as url:
+        status, report = verified(url, tmp_path, *FLUSHES)
+    printed = capsys.readouterr().out
+    assert verdicts(report) == {"device": "right", "host": "right", "storage": "right"}, printed
+    assert status == 0
+    assert not report["cache_salt"]
+    assert "does not keep prompts apart by cache_salt" in printed.replace("\n", " ")
+    assert ("has no /tokenize" in printed) is (kind is Refusing)
+
+
+def disturb(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """The server's logits are off by something else each time, as those of a GPU are that adds in any order."""
+    compute = ScoredModel.compute_all
+
+    def noisy(self: ScoredModel, *given: Any) -> list[torch.Tensor]:
+        self._made = [logits + nats * torch.randn_like(logits) for logits in compute(self, *given)]
+        return self._made
+
+    monkeypatch.setattr(ScoredModel, "compute_all", noisy)
+
+
+def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned = parts()
+    disturb(monkeypatch, 0.03)
+    with serving(planned) as url:
+        status, report = verified(url, tmp_path, *FLUSHES)
+    assert status == 0, report
+    assert 0.03 < report["cold_runs_differ_by"] < 0.3
+    assert report["allowed"] == pytest.approx(3 * report["cold_runs_differ_by"])
+
+
+def test_a_server_whose_cold_runs_disagree_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = parts()
+    disturb(monkeypatch, 3.0)
+    with serving(planned) as url:
+        status, report = verified(url, tmp_path)
+    assert status == 1
+    assert report["unsteady"] == 6
+    assert "two cold runs were more than 1 nats apart" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_tier_that_gave_nothing_is_not_called_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no storage here, so that what left the host's memory is gone."""
+    with serving(parts(storage=None)) as url:
+        status, report = verified(url, tmp_path, "--flush-host", FLUSHES[3])
+    assert status == 1
+    assert verdicts(report)["storage"] == "not hit"
+    assert capsys.readouterr().out.endswith("no hit from: storage\n")
+
+
+def test_a_flush_is_a_command_or_a_post(tmp_path: Path) -> None:
+    """The command leaves something running with its output open; nothing waits for that. /tokenize takes any POST."""
+    with serving(parts()) as url:
+        began = time.monotonic()
+        status, _ = verified(url, tmp_path, "--flush-device", f"touch {tmp_path}/flushed; sleep 30 & true")
+        assert time.monotonic() - began < 25
+        assert status == 0
+        assert (tmp_path / "flushed").exists()
+        for how, said in (("exit 3", "'exit 3' failed with status 3: it says nothing"),
+                          ("echo no such unit >&2; false", "failed with status 1: no such unit"),
+                          ("/nowhere", "POST /nowhere answers 404"), (f"{url}/nowhere?a=1", "nowhere?a=1 answers 404"),
+                          ("http://127.0.0.1:1/", "POST http://127.0.0.1:1/:"),
+                          ("sleep 30", "longer than 1 s")):  # fmt: skip
+            assert said in refused(url, "--flush-device", how, "--wait", "1", *FEW)
+
+
+def refused(*arguments: str) -> str:
+    """The one sentence with which the command ends, and what else it printed."""
+    from contextlib import redirect_stderr
+    from io import StringIO
+
+    said = StringIO()
+    with redirect_stderr(said):
+        assert main(["verify-engine", *arguments]) == 2
+    return said.getvalue()
+
+
+@contextmanager
+def saying(answers: Mapping[str, bytes], *, patience: float = 0) -> Iterator[str]:
+    """Something that listens, reads a request, answers by its path, and closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    path = connection.recv(1 << 16).split()[1].decode()
+                    time.sleep(patience)
+                    connection.sendall(answers.get(path, b""))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def told(body: object, *, chunked: bool = False) -> bytes:
+    content = json.dumps(body).encode()
+    if chunked:
+        half = len(content) // 2
+        parts = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (content[:half], content[half:], b""))
+        return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + parts
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+
+
+CARD = told({"data": [{"id": "m"}]})
+BARE = {"choices": [{"text": "x", "logprobs": None}], "usage": {"prompt_tokens": 3}}
+SCORES = {"tokens": ["x"], "token_logprobs": [-1.0], "top_logprobs": [{"x": -1.0}]}
+FULL = {"choices": [{"text": "x", "logprobs": SCORES}], "usage": {"prompt_tokens": 3, "prompt_tokens_details": None}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "sentence"),
+    [
+        ({}, "does not answer"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello"}, "does not answer"),
+        ({"/v1/models": b"220 smtp.example ESMTP\r\n\r\n"}, "it speaks no HTTP/1.1"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"}, "its answer has 99999999999 bytes"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\n\r\n<html>"}, "answers 200: <html>"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"}, "does not answer"),
+        ({"/v1/models": told({"data": []})}, "/v1/models names no model"),
+        ({"/v1/models": told([1])}, "/v1/models names no model"),
+        ({"/v1/models": CARD}, "does not answer"),
+        ({"/v1/models": CARD, "/v1/completions": told(BARE)}, "without log-probabilities or usage"),
+        ({"/v1/models": CARD, "/v1/completions": told(FULL)}, "vLLM tells hits with --enable-prompt-tokens-details"),
+        ({"/v1/models": CARD, "/v1/completions": told(FULL, chunked=True)}, "no cached tokens"),
+        ({"/v1/models": CARD, "/v1/completions": b"HTTP/1.1 401 No\r\n\r\n{\"error\": {\"message\": \"a key\"}}"},
+         "answers 401: a key"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_server_is_said_in_a_sentence(answers: Mapping[str, bytes], sentence: str) -> None:
+    with saying(answers) as url:
+        said = refused(url, "--pause", "0", "--timeout", "20")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -> None:
+    with saying({}, patience=1.5) as url:
+        assert "does not answer within 0.5 s" in refused(url, "--timeout", "0.5")
+    with saying({"/v1/models": b"HTTP/1.1 503 Busy\r\n\r\n{}"}) as url:
+        assert "does not answer within 1 s" in refused(url, "--timeout", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["nonsense://x"], "is no address of a server"), (["http://x:99999"], "is no address"),
+     (["http://"], "is no address"),
+     (["http://127.0.0.1:1"], "does not answer"), (["http://x", "--prompts", "0"], "--prompts=0"),
+     (["http://x", "--timeout", "0"], "--timeout=0"), (["http://x", "--tolerance", "-1"], "--tolerance=-1")],
+)  # fmt: skip
+def test_what_cannot_be_used_is_named(arguments: list[str], sentence: str) -> None:
+    assert sentence in refused(*arguments)
+
+
+def test_a_prompt_that_the_context_does_not_hold_is_refused() -> None:
+    with serving(parts()) as url:
+        assert "are more than the server's context of 1024 tokens" in refused(url, "--length", "1020")
+
+
+@pytest.mark.slow
+def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server in a process of its own, which a command restarts, as an operator's would."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = [*command("--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=8MiB", "--port", str(port)),
+              "--device-tokens", str(DEVICE), "--host-tokens", str(DEVICE)]  # fmt: skip
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "backends", "scheduler_shim"))
+    script = tmp_path / "restart.py"
+    script.write_text(f"""
+import os, signal, socket, subprocess, sys, time
+pid = {str(tmp_path / "pid")!r}
+if os.path.exists(pid):
+    os.kill(int(open(pid).read()), signal.SIGTERM)
+    while not socket.socket().connect_ex(("127.0.0.1", {port})):
+        time.sleep(0.05)
+    time.sleep(0.5)
+server = subprocess.Popen({server!r}, stdout=subprocess.PIPE, stderr=open({str(tmp_path / "log")!r}, "a"),
+                          start_new_session=True, env=os.environ | {{"PYTHONPATH": {paths!r}}})
+open(pid, "w").write(str(server.pid))
+server.stdout.readline()
+""")
+    restart = f"{sys.executable} {script}"
+    try:
+        subprocess.run(restart, shell=True, check=True)
+        status, report = verified(f"http://127.0.0.1:{port}/v1", tmp_path, "--restart", restart)
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    assert verdicts(report)["restart"] == "right", capsys.readouterr().out
+    assert status == 0
+    tiers = {tier["tier"]: tier for tier in report["tiers"]}
+    assert tiers["restart"]["hits_by_tier"]["storage"] == tiers["restart"]["tokens_hit"] > 0
+
+
+def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
+    with serving(parts()) as url:
+        process = warm.Popen(
+            [sys.executable, "-m", "asynccache.cli", "verify-engine", url, *FEW, "--flush-device",
+             f"echo $$ > {tmp_path}/shell; sleep 60"], stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + 60
+            while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            time.sleep(2.5)  # what takes longer than two seconds says how far it is
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert " prompts" in said or "host: " in said
+    group = int((tmp_path / "shell").read_text())
+    fields = [stat.read_text().rpartition(")")[2].split() for stat in Path("/proc").glob("[0-9]*/stat")]
+    assert not [state for state, _, its, *_ in fields if int(its) == group and state != "Z"]
+
+
+# how far two answers are apart
+
+
+def said(*tokens: tuple[str, float, dict[str, float]]) -> Answer:
+    return Answer([t for t, _, _ in tokens], [p for _, p, _ in tokens], [top for _, _, top in tokens], "", 9, 0, {})
+
+
+def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    a, b = ("a", -0.5, {"a": -0.5, "b": -1.5}), ("b", -0.9, {"b": -0.9, "a": -1.0})
+    assert apart(said(a, b), said(a, b)) == Difference(0.0, None)
+    assert apart(said(a), said(("a", -0.7, {"a": -0.7, "c": -3.0}))).nats == pytest.approx(0.2)
+    assert apart(said(a), said(b)) == Difference(1.0, None)  # a was preferred by 1 nat
+    assert apart(said(a), said(b), 0.9) == Difference(1.0, 0)
+    assert apart(said(b, a), said(a, b), 0.9).token is None  # a near tie, and nothing after it is compared
+    assert apart(said(a, a), said(a), 5.0).token == 1  # one ended
+    assert apart(said(a), said(("c", -0.1, {"c": -0.1})), 5.0).token == 0  # no token that both have
+    assert apart(said(("a", -1.0, {"a": float("nan")})), said(a), 5.0).token == 0
+    assert apart(said(("a", 0.0, {"a": 0.0, "b": float("-inf")})), said(("a", 0.0, {"a": 0.0, "b": float("-inf")}))
+                 ) == Difference(0.0, None)  # fmt: skip
