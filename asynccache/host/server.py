@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asynccache.errors import Unavailable
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
@@ -255,6 +255,8 @@ class HostServer:
         usable = asyncio.Event()
         self._growing = self._begin(self._grow(usable))
         await usable.wait()  # there is room for the first client, if not all that there will be
+        if not self.table.usable:
+            raise ConfigError(f"memory={self.memory.layout.size}: this machine, or its container, has none to give")
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def _inherit(self, inherited: Inherited) -> None:
