@@ -422,12 +422,7 @@ class HostServer:
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
         table = self.table
-        reserved = [
-            (peer.key, peer.writer.name, [
-                KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, 0.0)
-                for page in peer.writer.reserved.values()])
-            for peer in writing
-        ]  # fmt: skip
+        reserved = [(peer.key, peer.writer.name, table.reserved_by(peer.writer)) for peer in writing]
         return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
                         table.generations(), list(table.kept()), reserved)  # fmt: skip
 
