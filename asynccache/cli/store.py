@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from statistics import median
 from typing import Annotated, Any, Literal, cast
@@ -30,6 +30,7 @@ from asynccache.storage import (
     RECORD_SCHEMA,
     CheckedStore,
     Collectable,
+    Counting,
     Listable,
     PageKey,
     Record,
@@ -198,10 +199,15 @@ async def _stat(store: CheckedStore, options: Options, tell: Tell) -> Report:
         failed += await store.exists([PageKey("", os.urandom(KEY_BYTES))]) == [Result.FAILED]
         took.append(round((time.perf_counter() - began) * 1e3, 3))
     stats = dict(store.backend.stats())
+    labels: Mapping[str, Mapping[str, int]] = {}
+    if isinstance(store.backend, Counting) and not failed:
+        counts, labels = await store.backend.server_counts()
+        stats |= counts
     report: Report = {
         "probe": {"median_ms": median(took), "worst_ms": max(took), "failed": failed},
         "breaker": store.breaker.state.name.lower(), **{name: stats.pop(name, 0) for name in ("pages", "bytes")},
         "stats": stats, "ok": not failed,
+        **({"labels": {name: dict(values) for name, values in labels.items()}} if labels else {}),
     }  # fmt: skip
     if isinstance(store.backend, Listable):
         now, sizes, ages = time.time(), Counter[int](), Counter[str]()
@@ -316,6 +322,9 @@ def _counted(report: Report) -> Iterator[str]:
     counts = [f"{name.removesuffix('_bytes')} {size(value)}" if name.endswith("_bytes")
               else f"{name.removesuffix('_ms')} {milliseconds(value)}" if name.endswith("_ms")
               else f"{name} {value:,.5g}" for name, value in stats.items() if value]
+    for label, values in report.get("labels", {}).items():
+        hits = f", {percent(values.get('hits', 0), values.get('hits', 0) + values.get('misses', 0))} hits"
+        yield f"  label {label or '(none)'}: {number(values['pages'])} pages, {size(values['bytes'])}{hits}"
     if counts:
         yield from textwrap.wrap(" · ".join(counts), WIDTH, initial_indent="  ", subsequent_indent="  ",
                                  break_on_hyphens=False)

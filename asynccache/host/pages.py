@@ -304,6 +304,11 @@ class PageTable:
         for page in self.index.values():
             yield KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, page.written)
 
+    def reserved_by(self, writer: Writer) -> list[KeptPage]:
+        """Return what a writer has reserved."""
+        return [KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, 0.0)
+                for page in writer.reserved.values()]  # fmt: skip
+
     def restore(
         self, usable: int, generations: Sequence[int], kept: Iterable[KeptPage],
         reserved: Iterable[tuple[Writer, KeptPage]],

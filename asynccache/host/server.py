@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asynccache.errors import Unavailable
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
@@ -252,7 +252,11 @@ class HostServer:
         if self.behind is not None:
             self.behind.use(self.table, self.memory)
         self._listener.setblocking(False)
-        self._growing = self._begin(self._grow())
+        usable = asyncio.Event()
+        self._growing = self._begin(self._grow(usable))
+        await usable.wait()  # there is room for the first client, if not all that there will be
+        if not self.table.usable:
+            raise ConfigError(f"memory={self.memory.layout.size}: this machine, or its container, has none to give")
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def _inherit(self, inherited: Inherited) -> None:
@@ -265,16 +269,17 @@ class HostServer:
         generations = memoryview(snapshot.generations).cast("Q").tolist()
         self.table.restore(snapshot.usable, generations, snapshot.kept, owed)
 
-    async def _grow(self) -> None:
-        """Allocate the memory, part by part, and use each part at once."""
+    async def _grow(self, usable: asyncio.Event) -> None:
+        """Allocate the memory, part by part, and use each part at once. ``usable`` is set after the first."""
         loop = asyncio.get_running_loop()
-        while self.memory.allocated < self.memory.layout.size:
-            try:
-                units = await loop.run_in_executor(None, self.memory.allocate)
-            except OSError as error:
-                LOG.error("only %d MiB of memory can be had: %s", self.memory.allocated >> 20, error)
-                return
-            self.table.grow(units)
+        try:
+            while self.memory.allocated < self.memory.layout.size:
+                self.table.grow(await loop.run_in_executor(None, self.memory.allocate))
+                usable.set()
+        except OSError as error:
+            LOG.error("only %d MiB of memory can be had: %s", self.memory.allocated >> 20, error)
+        finally:
+            usable.set()
 
     def counts(self) -> dict[str, float]:
         """Return all counters of the server, by name."""
@@ -417,12 +422,7 @@ class HostServer:
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
         table = self.table
-        reserved = [
-            (peer.key, peer.writer.name, [
-                KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, 0.0)
-                for page in peer.writer.reserved.values()])
-            for peer in writing
-        ]  # fmt: skip
+        reserved = [(peer.key, peer.writer.name, table.reserved_by(peer.writer)) for peer in writing]
         return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
                         table.generations(), list(table.kept()), reserved)  # fmt: skip
 

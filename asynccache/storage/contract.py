@@ -10,7 +10,7 @@ Cancelling a call returns only after the backend has let go of every buffer that
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
 ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a
-backend that has a page in several places.
+backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients.
 """
 
 from __future__ import annotations
@@ -220,6 +220,19 @@ class Layered(Protocol):
     async def damaged(self, keys: Sequence[PageKey]) -> list[Result]:
         """Drop what the last ``get`` has read for these keys, since it does not verify, from where it was read: HIT if
         that was there. Copies in other places stay, and may be good."""
+        ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A backend whose server counts what all of its clients do. Optional, and for people and tools."""
+
+    async def server_counts(self) -> tuple[Mapping[str, float], Mapping[str, Mapping[str, int]]]:
+        """Return the server's counters by name, and those of each label by the label's name.
+
+        Raises:
+            BackendError: the server does not answer.
+        """
         ...
 
 

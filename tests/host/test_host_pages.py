@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,4 +234,15 @@ def test_memory_cannot_be_cut_short_under_a_client() -> None:
     for size in (0, 1 << 19, 1 << 21):
         with pytest.raises(PermissionError):
             os.ftruncate(memory.fd, size)
+    memory.close()
+
+
+def test_huge_pages_that_nobody_reserved_are_a_sentence_and_those_that_are_there_work() -> None:
+    free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+    if free < 2:
+        with pytest.raises(ConfigError, match=r"memory=4194304: .*; reserve huge pages first, as by sysctl"):
+            HostMemory.make(4 << 20, huge=True)
+        return
+    memory = HostMemory.make(4 << 20, huge=True)
+    assert memory.allocate() == memory.layout.units
     memory.close()
