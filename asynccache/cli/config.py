@@ -1,4 +1,5 @@
-"""``asynccache config show|check|schema``: prints the settings that hold, checks a file, prints the schema of files.
+"""``asynccache config show|check|schema|vllm|sglang``: prints the settings that hold, whether a file can be used, the
+schema of files, or what an engine needs on its command line.
 
 ``show`` prints each setting with where it came from, in a form that can be loaded again. ``check`` prints a sentence
 for everything that is wrong with a file, and its exit status is 1 then. Imports no torch.
@@ -13,32 +14,59 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+from asynccache.cli.engine_line import engine_line, parsed_urls
 from asynccache.cli.options import CommandOptions, Json, option
 from asynccache.cli.output import answer
 from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted, shown
+from asynccache.settings import Count, parse_size
+
+ENGINES = ("vllm", "sglang")
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
     """The options of ``config``."""
 
-    action: Annotated[Literal["show", "check", "schema"], option(
-        "show|check|schema", "show: print every setting that is in effect, and where it came from; check: say whether "
-        "a file can be used, and everything that is wrong with it; schema: print what a file may say, as a JSON Schema",
+    action: Annotated[Literal["show", "check", "schema", "vllm", "sglang"], option(
+        "show|check|schema|vllm|sglang", "show: print every setting that is in effect, and where it came from; check: "
+        "say whether a file can be used, and everything that is wrong with it; schema: print what a file may say, as a "
+        "JSON Schema; vllm: print the JSON for vLLM's --kv-transfer-config; sglang: print the flags for SGLang's "
+        "server",
         argument=True)]
     file: Annotated[str | None, option(
         "FILE", "a TOML file (default: the one that ASYNCCACHE_CONFIG names)", argument=False)] = None
     json: Json = None
+    storage: Annotated[tuple[str, ...], option(
+        "URL", "vllm, sglang: a store, such as file:/var/kv?capacity=500GiB; may be given several times, the nearest "
+        "first", several=True, parse=parsed_urls)] = ()
+    host: Annotated[int | None, option("SIZE", "vllm, sglang: host memory, as in 32GiB", parse=parse_size)] = None
+    namespace: Annotated[str | None, option(
+        "TEXT", "vllm, sglang: what stands for the weights in keys (default: a digest of their files)")] = None
+    block_size: Annotated[Count | None, option(
+        "TOKENS", "vllm, sglang: tokens in a page of the stores (default: vLLM's block; 64)")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.action in ENGINES and (self.file is not None or self.json):
+            raise ConfigError(f"config {self.action} takes no {'FILE' if self.file is not None else '--json'}")
+        for name in ("storage", "host", "namespace", "block_size"):
+            if self.action not in ENGINES and getattr(self, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for config {' and config '.join(ENGINES)}")
 
 
 def execute(options: Options) -> int:
     """Run the command; returns its exit status.
 
     Raises:
-        ConfigError: ``check`` was given no file.
+        ConfigError: ``check`` was given no file, or an engine cannot use what was given.
     """
+    if options.action in ENGINES:
+        line = engine_line(options.action, options.storage, options.host, options.namespace, options.block_size)
+        print(line.text)
+        print("\n".join(f"asynccache: assumed: {one}" for one in line.assumed), file=sys.stderr)
+        return 0
     if options.action == "schema":
         answer(schema(), json.dumps(schema(), indent=2), options.json)
         return 0

@@ -176,7 +176,7 @@ def summary(report: Mapping[str, Any], file: TextIO | None = None) -> None:
     say(f"  {rooms} tokens, in pages of {settings['page_size']}; {size(settings['bytes_per_token'])} a token")
     stores = settings["storage"] or ()
     for url in (stores,) if isinstance(stores, str) else stores:
-        say(f"  L3 {url}")
+        say(f"  L3 {url}" if len(url) <= _WIDTH - 5 else f"  L3 {url[: _WIDTH - 6]}…")
     for problem in report["problems"]:
         say(("  ✗ ", "red"), problem)
     for text in _hits(report):

@@ -25,11 +25,15 @@ from typing import Annotated, Any
 from msgspec import structs
 
 from asynccache import compiled
+from asynccache.cli.engine_doctor import Engine, examine_engine
+from asynccache.cli.engine_doctor import told as findings_told
+from asynccache.cli.engine_line import parsed_urls
 from asynccache.cli.options import CommandOptions, Json, option, parsed_device
-from asynccache.cli.output import answer, first_line
+from asynccache.cli.output import answer, first_line, progress
 from asynccache.cli.output import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import BRINGS, install, without_torch
+from asynccache.settings import parse_size
 
 Report = dict[str, Any]
 
@@ -53,13 +57,29 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     """The options of ``doctor``."""
 
     device: Annotated[str, option("cuda:N", "which GPU", parse=_gpu)] = "cuda:0"
+    engine: Annotated[Engine | None, option(
+        "NAME", "say instead what is wrong before this engine's server starts; run it in the server's Python")] = None
+    storage: Annotated[tuple[str, ...], option(
+        "URL", "with --engine: a store that the server will use; may be given several times", several=True,
+        parse=parsed_urls)] = ()
+    host: Annotated[int | None, option("SIZE", "with --engine: its host memory", parse=parse_size)] = None
     folder: Annotated[str, option("DIR", "where a file store would be, to look at its disk")] = "."
     json: Json = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine is None and (self.storage or self.host is not None):
+            raise ConfigError(f"--{'storage' if self.storage else 'host'} needs --engine")
 
 
 def execute(options: Options) -> int:
     """Examine this machine and print the report. Return the exit status: 0, also if there is no GPU; 1 if there is one
-    that cannot be used."""
+    that cannot be used, or if something is wrong for an engine."""
+    if options.engine is not None:
+        with progress() as tell:
+            findings = examine_engine(options.engine, options.storage, options.host, tell)
+        answer(findings, "\n".join(findings_told(findings)), options.json)
+        return 1 if findings["error"] else 0
     report = examine(options.device, options.folder)
     answer(report, "\n".join(told(report)), options.json)
     return 1 if report.get("error") else 0
@@ -76,7 +96,8 @@ def examine(name: str, folder: str = ".") -> Report:
         "machine": platform.machine(), "cores": os.cpu_count(), "core": compiled.CORE, "core_why": compiled.WHY or None,
         "torch": _version("torch"), "uvloop": _version("uvloop"),
         "extras": {extra: all(_version(_NAME.findall(one)[0]) for one in brings) for extra, brings in BRINGS.items()},
-        "memory": {"bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}, "disk": disk(folder),
+        "memory": {"bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "huge_bytes": huge_pages()},
+        "disk": disk(folder),
         "cupy": None, "cupy_cuda": None, "torch_cuda": None, "driver": None, "devices": 0, "missing": None,
         "nvrtc": None, "limits": {"memlock": soft, "memlock_hard": hard, "available_bytes": None},
     }  # fmt: skip
@@ -101,6 +122,13 @@ def examine(name: str, folder: str = ".") -> Report:
         except (AsyncCacheError, MemoryError) as error:
             report["error"] = first_line(error)
     return report
+
+
+def huge_pages() -> int:
+    """Return the bytes of the huge pages of 2 MiB that are reserved and free, which a host process can use."""
+    with suppress(OSError, ValueError):
+        return int(FilePath("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text()) * (2 << 20)
+    return 0
 
 
 def _version(package: str) -> str | None:
@@ -216,7 +244,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"core      {report['core']}{': ' + report['core_why'] if report['core_why'] else ''}"
     limit, disk = report["limits"], report["disk"]
     free = "" if limit["available_bytes"] is None else f", of which {spelled(limit['available_bytes'])} can be had"
-    yield f"memory    {spelled(report['memory']['bytes'])}{free}"
+    huge = report["memory"]["huge_bytes"]
+    hosts = f", and {spelled(huge)} of free huge pages, for asynccache serve --huge" if huge else ""
+    yield f"memory    {spelled(report['memory']['bytes'])}{free}{hosts}"
     if "free_bytes" in disk:
         direct = "with" if disk["direct"] else "without"
         yield (f"disk      {spelled(disk['free_bytes'])} free of {spelled(disk['bytes'])}, {direct} O_DIRECT, "

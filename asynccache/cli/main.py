@@ -34,7 +34,7 @@ COMMANDS = {
                        "host:PATH"),
     "store": ("store", "show what a store holds, look for damaged pages, and remove pages"),
     "config": ("config", "show which settings are in effect and where they come from; check a file; print what a file "
-                         "may say"),
+                         "may say, or what vLLM and SGLang need on their command line"),
     "plan": ("plan", "compute from a recorded trace what each GiB of host memory or disk would save"),
     "explain": ("explain", "ask a running cache where a prompt's pages are, and what ends its match"),
     "verify-engine": ("verify_engine", "ask an OpenAI-compatible server whether it answers from each tier of its KV "

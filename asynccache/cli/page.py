@@ -1,11 +1,11 @@
 """One HTML page of a run's report. It needs no other file, no script and no network; the report's JSON is in it as
 well.
 
-Each figure is a question, answered by a sentence, a plot and a table of its numbers. A figure for which the report has
-too little data is left out. Plots are SVG, 480 pixels wide, so that their text is legible on a telephone as well as on
-a wide screen. Colours, fonts and dashes are classes of the style sheet, so one drawing serves light and dark, which the
-reader's system chooses. For readers who cannot tell the colours apart, legend and table have the same order. The page
-is valid XML as well as HTML.
+Each figure is a question, answered by a sentence, a plot and a table of its numbers. Where a run was too short for a
+plot over time, there are bars or a sentence in its place; a figure without any data is left out. Plots are SVG, 480
+pixels wide, so that their text is legible on a telephone as well as on a wide screen. Colours, fonts and dashes are
+classes of the style sheet, so one drawing serves light and dark, which the reader's system chooses. For readers who
+cannot tell the colours apart, legend and table have the same order. The page is valid XML as well as HTML.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from string import Template
 from typing import Any, NamedTuple
 
 from asynccache import __version__, compiled
-from asynccache.cli.output import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent
+from asynccache.cli.options import RunSettings
+from asynccache.cli.output import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent, size
 
 Report = Mapping[str, Any]
 Point = tuple[float, float]
 
 _BINS = 40
+_FEWEST = 4
+"""Samples over time that a line needs: fewer make it straight, whatever has happened."""
 WIDTH, HEIGHT = 480, 270
 _TOP, _BOTTOM, _LEFT, _RIGHT = 14, 46, 52, 16
 _LETTER = 6.6
@@ -64,8 +67,9 @@ class Axis(NamedTuple):
 
 class Figure(NamedTuple):
     """A question and its answer. ``lines``: each with its name, the style sheet's class that gives it its colour, and
-    its points; ``rows``: those of the table, whose first cell is the row's name; ``source``: where the numbers are from
-    and how to read them."""
+    its points; none: the run was too short. ``rows``: those of the table, whose first cell is the row's name;
+    ``source``: where the numbers are from and how to read them. ``bars``: what is drawn in a short run, each with its
+    name, class and share."""
 
     name: str
     question: str
@@ -76,6 +80,7 @@ class Figure(NamedTuple):
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     source: str
+    bars: Sequence[tuple[str, str, float]] = ()
 
 
 def page(report: Report) -> str:
@@ -92,8 +97,11 @@ def page(report: Report) -> str:
         ("lost for good", f"{number(report['lost_pages'])} pages"),
     )
     figures = [found for make in (hits, first_token, filling, lag) if (found := make(report)) is not None]
-    rows = [(name, json.dumps(value) if isinstance(value, (list, dict)) else str(value))
-            for name, value in settings.items() if value is not None]
+    usual = RunSettings.read(report["command"], {}, {}).plain()
+    unused = {name for part, names in _OF.items() if part not in settings["components"] for name in names}
+    rows = [(name, _setting(name, value))
+            for name, value in sorted(settings.items(), key=lambda item: item[1] == usual.get(item[0]))
+            if value is not None and name not in {*_NO_SETTINGS, *unused}]
     data = json.dumps(report)
     for letter in "<>&":                               # so that nothing in it ends the element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
@@ -106,15 +114,35 @@ def page(report: Report) -> str:
         problems=f'<ul class="problems">{problems}</ul>' if problems else "",
         tiles="".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles),
         figures="".join(map(_section, figures)) or "<p>There was not enough data to draw.</p>",
-        settings=_table("Settings", ("setting", "value"), rows),
+        settings=_table("Settings, those that are not the defaults first", ("setting", "value"), rows),
     )  # fmt: skip
 
 
+_NO_SETTINGS = ("command", "cache", "quiet", "json", "report")
+_BYTES = ("bytes_per_token", "mamba_bytes")
+_OF = {"swa": ("window", "swa_ratio"), "mamba": ("mamba_bytes",)}
+"""The settings of components that a run may have and not have."""
+
+
+def _setting(name: str, value: object) -> str:
+    """A setting in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and name in _BYTES:
+        return size(value)
+    return number(value) if isinstance(value, int) and name not in ("seed", "serve") else str(value)
+
+
 def _section(figure: Figure) -> str:
-    legend = "".join(f'<li><span class="swatch {kind}"></span>{escape(name)}</li>' for name, kind, _ in figure.lines)
+    shown = figure.lines or figure.bars
+    legend = "".join(f'<li><span class="swatch {kind}"></span>{escape(name)}</li>' for name, kind, _ in shown)
+    drawn = (svg(figure) if figure.lines else _bars(figure) if figure.bars else
+             '<p class="short">The run was too short to draw this over time.</p>')
     return (f'<section id="{figure.name}"><h2>{escape(figure.question)}</h2>'
             f'<p class="answer">{escape(figure.answer)}</p>'
-            f'<div class="beside"><figure>{svg(figure)}<figcaption><ul class="legend">{legend}</ul></figcaption>'
+            f'<div class="beside"><figure>{drawn}<figcaption><ul class="legend">{legend}</ul></figcaption>'
             f"</figure>{_table(figure.question, figure.head, figure.rows)}</div>"
             f'<p class="source">{escape(figure.source)}</p></section>')
 
@@ -127,6 +155,22 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[tuple[str, ...]]) -
     )
     return (f'<div class="table"><table><caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead>'
             f"<tbody>{body}</tbody></table></div>")
+
+
+def _bars(figure: Figure) -> str:
+    """A bar for each share, one below the other, as an SVG element."""
+    height, width, parts = 34, WIDTH - _LEFT - _RIGHT, list[str]()
+    for place, (_, kind, share) in enumerate(figure.bars):
+        top, length = _TOP + place * height, round(share * width, 1)
+        parts.append(f'<rect class="bar {kind}" x="{_LEFT}" y="{top}" width="{length:g}" height="{height - 12}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{top + 16}" text-anchor="end">{_share(share)}</text>')
+    return _drawing(figure, 2 * _TOP + height * len(figure.bars), parts)
+
+
+def _drawing(figure: Figure, height: int, parts: Sequence[str]) -> str:
+    return (f'<svg role="img" aria-labelledby="{figure.name}-plot" viewBox="0 0 {WIDTH} {height}" '
+            f'xmlns="http://www.w3.org/2000/svg"><title id="{figure.name}-plot">'
+            f'{escape(f"{figure.question} {figure.answer}")}</title>{"".join(parts)}</svg>')
 
 
 def svg(figure: Figure) -> str:
@@ -158,9 +202,7 @@ def svg(figure: Figure) -> str:
     for _, kind, points in figure.lines:
         steps = " ".join(f"{at_x(at):g},{at_y(value):g}" for at, value in points)
         parts.append(f'<polyline class="line {kind}" points="{steps}"/>')
-    return (f'<svg role="img" aria-labelledby="{figure.name}-plot" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'xmlns="http://www.w3.org/2000/svg"><title id="{figure.name}-plot">'
-            f'{escape(f"{figure.question} {figure.answer}")}</title>{"".join(parts)}</svg>')
+    return _drawing(figure, HEIGHT, parts)
 
 
 def bins(times: Sequence[float], columns: Sequence[Sequence[int]], count: int) -> list[tuple[float, list[int]]]:
@@ -177,21 +219,26 @@ def hits(report: Report) -> Figure | None:
     series, total, hit = report["series"], report["tokens"]["total"], report["tokens"]["hit"]
     columns = [series[name] for name in ("tokens", *TIER_NAMES)]
     rises = [(t, rise) for t, rise in bins(series["t_s"], columns, _BINS) if rise[0]]
-    if len(rises) < 2:
+    if not total or not series["t_s"]:
         return None
-    top = max(max(rise[1:]) / rise[0] for _, rise in rises)
+    top = max((max(rise[1:]) / rise[0] for _, rise in rises), default=0.0)
     computed = total - sum(hit.values())
+    shares = [*((name, name[:2].lower(), hit[key] / total) for key, name in TIER_NAMES.items()),
+              ("computed", "plain", computed / total)]
     return Figure(
         "hits", "Where did the KV of prompts come from?",
         f"{percent(sum(hit.values()), total)} of {number(total)} prompt tokens came from the cache.",
         Axis("time", 0, series["t_s"][-1], _seconds), Axis("", 0, min(1.0, max(0.05, top * 1.05)), _share),
         [(name, name[:2].lower(), [(t, rise[i] / rise[0]) for t, rise in rises])
-         for i, name in enumerate(TIER_NAMES.values(), 1)],
+         for i, name in enumerate(TIER_NAMES.values(), 1)] if len(rises) >= _FEWEST else [],
         ("tier", "share", "prompt tokens"),
         [*((name, percent(hit[key], total), number(hit[key])) for key, name in TIER_NAMES.items()),
          ("computed", percent(computed, total), number(computed))],
-        f"Hit ratio: {HIT_RATIO}. Each point is of the prompts that became complete since the point before. "
-        "A token counts for the nearest tier that had it.",
+        f"Hit ratio: {HIT_RATIO}. "
+        + ("Each point is of the prompts that became complete since the point before. " if len(rises) >= _FEWEST
+           else "")
+        + "A token counts for the nearest tier that had it.",
+        shares,
     )
 
 
@@ -227,13 +274,14 @@ def filling(report: Report) -> Figure | None:
     """The share of L1 and L2 that was in use, over time."""
     series, evicted = report["series"], report["evicted"]
     tiers = [(key.upper(), key, side) for key, side in (("l1", "device"), ("l2", "host")) if any(series[key])]
-    if len(series["t_s"]) < 3 or not tiers:
+    if not tiers:
         return None
     full = " and ".join(name for name, key, _ in tiers if max(series[key]) > 0.95)
     return Figure(
         "filling", "Are the tiers full?", f"{full} filled up." if full else "No, there was room left.",
         Axis("time", 0, series["t_s"][-1], _seconds), Axis("", 0, 1, _share),
-        [(name, key, list(zip(series["t_s"], series[key], strict=True))) for name, key, _ in tiers],
+        [(name, key, list(zip(series["t_s"], series[key], strict=True))) for name, key, _ in tiers
+         if len(series["t_s"]) >= _FEWEST],
         ("tier", "in use at the end", "pages evicted"),
         [(name, percent(series[key][-1], 1), number(evicted[side])) for name, key, side in tiers if side in evicted],
         "Share of FULL's pages in use. Evictions count pages of all components; "
@@ -252,7 +300,7 @@ def lag(report: Report) -> Figure | None:
         f"99 % of the ticks of 5 ms were at most {milliseconds(spread['p99'])} late; the worst was "
         f"{milliseconds(spread['max'])}.",
         Axis("time", 0, worst[-1][0], _seconds), Axis("", 0, max(ms for _, ms in worst) * 1.05 or 1.0, _ms),
-        [("the worst tick since the sample before", "l1", worst)],
+        [("the worst tick since the sample before", "plain", worst)] if len(worst) >= _FEWEST else [],
         ("ticks", "late", "waited for a core"),
         [(name, milliseconds(spread[key]), milliseconds(waited[key]))
          for name, key in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999"), ("max", "max"))],

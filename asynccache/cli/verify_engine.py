@@ -22,18 +22,23 @@ from dataclasses import asdict, dataclass, field
 from math import gcd, inf
 from random import Random
 from textwrap import wrap
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from asynccache.cli.openai_client import Answer, Client, EngineError, apart
-from asynccache.cli.options import CommandOptions, Concurrency, Json, NotNegative, Rate, option
+from asynccache.cli.options import MOST, CommandOptions, Concurrency, Json, NotNegative, Rate, option
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Count
 
+T = TypeVar("T")
+
 FACTOR = 3.0
 """How many times the difference of two cold runs is allowed: a hit is computed in other pieces than a cold prompt."""
 UNSTEADY = 1.0
-"""Nats. A prompt whose cold runs are further apart proves nothing, and is left out."""
+"""Nats. A prompt whose cold runs are further apart proves nothing, and is left out. If most are, the server is."""
+LONGEST = 1 << 22
 LEARNING = 8
 TURNS, TALKS = 3, 2
 ENDS = ("before", "on", "after")
@@ -65,9 +70,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     model: Annotated[tuple[str, ...], option(
         "NAME", "what requests call the model; may be given several times, for adapters: each gets the same prompts "
         "(default: the first that the server lists)", several=True, parse=_models)] = ()
-    prompts: Annotated[Count, option(
+    prompts: Annotated[Concurrency, option(
         "N", "prompts for each model; half of them are sent one by one, half together")] = 12
-    length: Annotated[Count, option("TOKENS", "length of the longest prompt")] = 512
+    length: Annotated[int, Meta(ge=2, le=LONGEST), option("TOKENS", "length of the longest prompt")] = 512
     new_tokens: Annotated[Count, option("N", "tokens of an answer")] = 16
     at_once: Annotated[Concurrency, option("N", "requests at a time, where prompts are sent together")] = 8
     page_size: Annotated[Count | None, option(
@@ -76,10 +81,18 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         "NATS", "the difference of log-probabilities that is allowed even where two cold runs agree better")] = 0.01
     pause: Annotated[NotNegative, option(
         "SECONDS", "waited before a flush or a restart, in which pages are copied")] = 2.0
-    wait: Annotated[NotNegative, option("SECONDS", "how long a command, and a restarted server, may take")] = 600.0
+    wait: Annotated[Rate, option("SECONDS", "how long a command, and a restarted server, may take")] = 600.0
     timeout: Annotated[Rate, option("SECONDS", "how long an answer may take")] = 120.0
     seed: Annotated[Amount | None, option("N", "the prompts' seed (default: another one each time)")] = None
     json: Json = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("flush_device", "flush_host", "restart"):
+            how = getattr(self, name)
+            if how is not None and (not how.strip() or (how.isdecimal() and float(how) > MOST)):
+                raise ConfigError(f"--{name.replace('_', '-')}={how}: give a command, or an address or a number of "
+                                  f"tokens")  # fmt: skip
 
 
 @dataclass
@@ -152,6 +165,7 @@ class Verification:
         self.noise, self.allowed = 0.0, options.tolerance
         self._head, self._pool = list[int](), list(PLAIN_TOKENS)
         self._context = inf
+        self._hit = 0  # tokens from which on it is a hit, and not just the token for the beginning of a text
 
     async def report(self) -> dict[str, Any]:
         """Send everything, and return what was found.
@@ -183,7 +197,7 @@ class Verification:
             "new_tokens": self.options.new_tokens, "cold_runs_differ_by": self.noise, "allowed": self.allowed,
             "unsteady": sum(not probe.steady for probe in self.probes),
             "tiers": [asdict(tier) | {"verdict": tier.verdict} for tier in self.tiers], "notes": self.notes,
-            "right": all(tier.verdict == "right" for tier in self.tiers) and any(probe.steady for probe in self.probes),
+            "right": all(tier.verdict == "right" for tier in self.tiers),
         }  # fmt: skip
 
     # what the server is like
@@ -232,10 +246,11 @@ class Verification:
                 self.salts = other.cached <= again.cached // 2
         if not any(hits):
             raise EngineError(f"{self.client.url}: a prompt that was sent twice had no cached tokens by "
-                              f"usage.prompt_tokens_details.cached_tokens. Is the cache of prefixes on? vLLM "
-                              f"tells hits with --enable-prompt-tokens-details, SGLang with "
-                              f"--enable-cache-report")  # fmt: skip
+                              f"usage.prompt_tokens_details.cached_tokens. Is the cache of prefixes on? Are its pages "
+                              f"longer than the prompts (--length)? vLLM tells hits with "
+                              f"--enable-prompt-tokens-details, SGLang with --enable-cache-report")  # fmt: skip
         self.page = self.page or gcd(*hits)
+        self._hit = max(self.page, 8)
         if not self.salts:
             self.notes.append("the server does not keep prompts apart by cache_salt: each prompt was cold once, two "
                               "cold runs were not compared, and conversations were left out")  # fmt: skip
@@ -252,7 +267,8 @@ class Verification:
         most = max(2, (self.options.length - 1) // self.page)
         for i in range(self.options.prompts):
             pages = 2 + (most - 2) * (i + 1) // self.options.prompts
-            prompt = self._tokens(min(max(2, pages * self.page + i % 3 - 1), int(min(self._context, 1 << 40))))
+            longest = int(min(self._context - self.options.new_tokens, LONGEST))
+            prompt = self._tokens(min(max(2, pages * self.page + i % 3 - 1), longest))
             for model in self.models:
                 self.probes.append(Probe(model, prompt, ENDS[i % 3], together=i // 3 % 2 == 1))
 
@@ -267,7 +283,7 @@ class Verification:
 
         async def first(probe: Probe) -> None:
             probe.cold = await self._ask(probe, cold=True)
-            if probe.cold.cached >= max(self.page, 8):
+            if probe.cold.cached >= self._hit:
                 raise EngineError(f"{self.client.url}: a prompt that it has not seen has {probe.cold.cached} cached "
                                   f"tokens; give another --seed, or empty its cache")  # fmt: skip
 
@@ -280,6 +296,10 @@ class Verification:
         await self._each("cold", self.probes, first, 1)
         if self.salts:
             await self._each("cold, together", self.probes, second, self.options.at_once)
+        unsteady = sum(not probe.steady for probe in self.probes)
+        if 2 * unsteady > len(self.probes):
+            raise EngineError(f"{self.client.url}: two cold runs of {unsteady} of {len(self.probes)} prompts were more "
+                              f"than {UNSTEADY:g} nats apart, so its answers say nothing about its cache")  # fmt: skip
         self.allowed = max(self.options.tolerance, FACTOR * self.noise)
 
     async def _compare(self, tier: Tier, probes: Sequence[Probe]) -> None:
@@ -297,7 +317,7 @@ class Verification:
     async def _check(self, tier: Tier, probe: Probe, said: Answer) -> None:
         assert probe.cold is not None
         tier.prompts += 1
-        tier.prompts_hit += said.cached >= min(self.page, 8)
+        tier.prompts_hit += said.cached >= self._hit
         tier.tokens += said.prompt
         tier.tokens_hit += said.cached
         for name, hits in said.tiers.items():
@@ -337,7 +357,7 @@ class Verification:
         tier = Tier("turns", "conversations that go on from its own answers")
         self.tiers.append(tier)
         for i in range(TALKS):
-            text = self._text(max(8, self.options.length // 16))
+            text, last = self._text(max(8, self.options.length // 16)), None
             for turn in range(TURNS):
                 self._tell(f"turns: {i * TURNS + turn} of {TALKS * TURNS}")
                 probe = Probe(self.models[0], text, f"turn {turn + 1}", together=i % 2 == 1)
@@ -346,22 +366,22 @@ class Verification:
                     break
                 probe.cold = await self._ask(probe, cold=True)
                 await self._check(tier, probe, said)
-                text = f"{text}{said.text} {self._text(8)}"
-            self.probes.append(probe)
+                text, last = f"{text}{said.text} {self._text(8)}", probe
+            self.probes += [last] if last else []
 
-    async def _each(self, what: str, probes: Sequence[Probe], work: Callable[[Probe], Awaitable[None]],
-                    at_once: int) -> None:  # fmt: skip
-        """Do ``work`` for each of ``probes``, ``at_once`` at a time. The first error ends the others."""
-        left, done = iter(probes), 0
+    async def _each(self, what: str, items: Sequence[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
+        """Do ``work`` for each of ``items``, one for each prompt, ``at_once`` at a time. The first error ends the
+        others."""
+        left, done = iter(items), 0
 
         async def some() -> None:
             nonlocal done
-            for probe in left:
-                self._tell(f"{what}: {done} of {len(probes)} prompts")
-                await work(probe)
+            for item in left:
+                self._tell(f"{what}: {number(done)} of {number(len(items))} prompts")
+                await work(item)
                 done += 1
 
-        tasks = [asyncio.create_task(some()) for _ in range(min(at_once, len(probes)))]
+        tasks = [asyncio.create_task(some()) for _ in range(min(at_once, len(items)))]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -391,12 +411,11 @@ class Verification:
     async def _flood(self, name: str, count: int) -> None:
         """Send other prompts, of ``count`` tokens together."""
         length = int(min(self._context - 1, max(4 * self.options.length, 2048)))
-        probes = [Probe(self.models[0], self._tokens(length), "", True) for _ in range(-(-count // length))]
 
-        async def one(probe: Probe) -> None:
-            await self.client.complete(probe.model, probe.prompt, 1, None)
+        async def one(_: int) -> None:
+            await self.client.complete(self.models[0], self._tokens(length), 1, None)
 
-        await self._each(f"{name}: other prompts", probes, one, self.options.at_once)
+        await self._each(f"{name}: other prompts", range(-(-count // length)), one, self.options.at_once)
 
     async def _serving(self, name: str) -> None:
         """Wait until the server answers a request."""
@@ -419,9 +438,9 @@ class Verification:
                 if found.tier in ("device", "host", "storage") and other != found.tier and hits:
                     self.notes.append(f"{found.tier}: {number(hits)} of its {number(found.tokens_hit)} tokens came "
                                       f"from the {other} tier, by the server's own count")  # fmt: skip
-            if found.tier == "new" and found.tokens_hit >= max(self.page, 8) * max(1, found.prompts):
+            if found.tier == "new" and found.prompts_hit:
                 self.notes.append(f"new: {number(found.tokens_hit)} tokens were hit by prompts that it had not seen: "
-                                  f"is that the KV of another model or adapter?")  # fmt: skip
+                                  f"is that the KV of another model or adapter (or an old --seed)?")  # fmt: skip
 
 
 def _at(said: Answer, token: int) -> str | None:
@@ -500,8 +519,7 @@ def told(report: dict[str, Any]) -> list[str]:
     bad = [tier["tier"] for tier in report["tiers"] if tier["verdict"] == "wrong"]
     missed = [tier["tier"] for tier in report["tiers"] if tier["verdict"] == "not hit"]
     end = ([f"wrong from: {', '.join(bad)}"] if bad else []) + ([f"no hit from: {', '.join(missed)}"] if missed else [])
-    return [*lines, "", "; ".join(end) or ("right: answers from every tier are those of the cold server"
-                                           if report["right"] else "nothing could be compared")]  # fmt: skip
+    return [*lines, "", "; ".join(end) or "right: answers from every tier are those of the cold server"]
 
 
 def _difference(tier: dict[str, Any], page: int, several: bool) -> list[str]:

@@ -64,7 +64,7 @@ class DevicePool:
 
     Where the pool's settings have the shape of its tensors (``Full.attention``, ``Mamba.recurrent``), ``kv`` and
     ``states`` show them. ``padding``: the id of a page behind all others that belongs to nobody and never will, to fill
-    page tables with; None if an engine's own tensors have no such page.
+    page tables with; None if an engine's own tensors have no such page. ``has_gaps``: see ``leave_gaps``.
     """
 
     def __init__(self, spec: PoolSpec, tensors: Sequence[torch.Tensor]) -> None:
@@ -83,6 +83,7 @@ class DevicePool:
         self._stack: torch.Tensor | None = None
         spare = bool(tensors) and all(len(t) > spec.device_pages for t in self._padded)
         self.padding = spec.device_pages if spare else None
+        self.has_gaps = False
 
     @classmethod
     def allocate(cls, spec: PoolSpec, device: Device) -> DevicePool:
@@ -97,6 +98,11 @@ class DevicePool:
     def layer(self, i: int) -> torch.Tensor:
         """Return the bytes of layer ``i``: ``[pages, bytes_per_page / layers]``."""
         return self._layers[i]
+
+    def leave_gaps(self) -> None:
+        """Say that the engine leaves bytes of published pages unwritten, or whole pages. A cache with ``debug=True``
+        does not look for these then."""
+        self.has_gaps = True
 
     def kv(self, i: int) -> torch.Tensor:
         """Return keys and values of layer ``i``, as a view: ``[pages + padding, 2, page_size, kv_heads, head_dim]`` in

@@ -61,23 +61,9 @@ Taken = Callable[[], str]
 _Page = tuple[int, bytes]  # a component and a prefix hash
 
 
-class _Owner:
-    """The last lease that had a page of its own, and how it went on: ``held``, ``given`` back by ``advance`` or
-    ``truncate``, ``committed``, ``replaced`` by another's page in a commit, or the lease ``ended``. ``before``: the
-    owner before it."""
-
-    __slots__ = ("before", "how", "taken")
-
-    def __init__(self, taken: Taken, before: _Owner | None) -> None:
-        self.taken = taken
-        self.how = "held"
-        self.before = before
-        if before is not None:
-            before.before = None
-
-
 class _Watched:
-    """What is known of one lease. ``own``: its pages, by component. ``tasks``: the tasks that made its last commit."""
+    """What is known of one lease. ``taken``: where it was taken. ``own``: its pages, by component. ``replaced``: a
+    commit has replaced some of them. ``task``: the one that made the last commit."""
 
     __slots__ = ("own", "replaced", "taken", "task")
 
@@ -86,6 +72,25 @@ class _Watched:
         self.own: dict[int, set[int]] = {}
         self.replaced = False
         self.task: weakref.ref[asyncio.Task[Any]] | None = None
+
+
+class _Owner:
+    """The last lease that had a page of its own, and how it went on: ``held``, ``given`` back by ``advance`` or
+    ``truncate``, ``committed``, ``replaced`` by another's page in a commit, or the lease ``ended``. ``before``: the
+    owner before it."""
+
+    __slots__ = ("before", "how", "lease")
+
+    def __init__(self, lease: _Watched, before: _Owner | None) -> None:
+        self.lease = lease
+        self.how = "held"
+        self.before = before
+        if before is not None:
+            before.before = None
+
+    def taken(self) -> str:
+        """Return where the lease was taken."""
+        return self.lease.taken()
 
 
 class Commit(NamedTuple):
@@ -138,6 +143,7 @@ class Sanitizer:
                     owner = self._owners.get((kind, slot))
                     if owner is not None and owner.how == "held":
                         owner.how = "given"
+                        owner.lease.own[kind].discard(slot)
                 self._fill(kind, slots, fresh=False)
 
     def granted(self, core: CoreLease, taken: Taken | None = None) -> None:
@@ -152,7 +158,7 @@ class Sanitizer:
             had = watched.own.setdefault(kind, set())
             new = [slot for slot in slots if slot not in had]
             watched.own[kind] = set(slots)
-            self._owners |= {(kind, slot): _Owner(watched.taken, self._owners.get((kind, slot))) for slot in new}
+            self._owners |= {(kind, slot): _Owner(watched, self._owners.get((kind, slot))) for slot in new}
             self._fill(kind, np.array(new, np.int32).tobytes(), fresh=True)
 
     def _own(self, core: CoreLease) -> dict[int, list[int]]:

@@ -74,6 +74,11 @@ class Track:
     def page_bytes(self, page_size: int) -> int:
         return self.per_page(page_size) * self.unit_bytes
 
+    def has_gaps(self, page_size: int) -> bool:
+        """Return True if a page that is computed has bytes that nobody writes: between fields, or all of them, where a
+        unit ends in a later page."""
+        return sum(field.size for field in self.fields) < self.unit_bytes or page_size % self.stride != 0
+
 
 def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN

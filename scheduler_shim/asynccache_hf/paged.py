@@ -42,6 +42,8 @@ class ModelPool(Protocol):
 
     def layer(self, i: int) -> torch.Tensor: ...
 
+    def leave_gaps(self) -> None: ...
+
 
 class BoundPart(NamedTuple):
     """A part of one layer of the model, and where its tracks are."""
@@ -251,10 +253,13 @@ def bind(layout: Layout, pools: Mapping[str, ModelPool]) -> list[BoundPart]:
     """
     if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
         raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
-    bound = []
+    bound, sizes = [], {pool.name: pool.layer_bytes for pool in layout.pools}
     for index, plan in enumerate(layout.layers):
         for part, places in zip(plan.parts, plan.places, strict=True):
             where = zip(part.tracks, places, strict=True)
             slots = tuple(TrackMemory(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
+            for track in part.tracks:
+                if track.has_gaps(layout.page_size) or track.page_bytes(layout.page_size) < sizes[track.pool]:
+                    pools[track.pool].leave_gaps()
             bound.append(BoundPart(index, part, slots))
     return bound

@@ -162,6 +162,9 @@ class TrialPool:
     def layer(self, i: int) -> torch.Tensor:
         return self._layers[i]
 
+    def leave_gaps(self) -> None:
+        """See ``DevicePool``. Nobody looks for them here."""
+
 
 def trial_pools(model: Any, layout: Layout, pages: int) -> dict[str, TrialPool]:
     """Pools of so many pages, on the model's device."""

@@ -19,7 +19,7 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.workloads import BLOCK_TOKENS
 from tests import warm
-from tests.cli.trace_kit import ALL, made_trace
+from tests.cli.trace_kit import ALL, BY_BLOCK, made_trace
 
 pytestmark = pytest.mark.slow(5)
 
@@ -98,7 +98,7 @@ def test_a_stress_run_that_was_killed_is_no_harm_to_the_next(tmp_path: Path) -> 
 
 def small_replay(tmp_path: Path) -> list[str]:
     trace = made_trace(tmp_path / "trace.jsonl", 10, requests=60, growth=(2, 12), seed=11)
-    return ["replay", str(trace), "--device-tokens", "all", "--host-tokens", "all", "--storage",
+    return ["replay", str(trace), *BY_BLOCK, "--device-tokens", "all", "--host-tokens", "all", "--storage",
             f"file:{tmp_path}/kv?capacity=64MiB&segment=4MiB"]  # fmt: skip
 
 

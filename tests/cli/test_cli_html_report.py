@@ -136,6 +136,26 @@ def test_a_run_without_anything_makes_a_page(stress: tuple[dict[str, Any], str])
     assert "not enough data to draw" in page(report)
 
 
+def test_a_run_that_is_too_short_for_lines_has_bars_and_says_so(stress: tuple[dict[str, Any], str]) -> None:
+    short = {name: column[:2] for name, column in stress[0]["series"].items() if name != "moved_bytes"}
+    root = parsed(page({**stress[0], "series": short | {"moved_bytes": {}}}))
+    assert [s.get("id") for s in root.iter(f"{HTML}section")] == [*QUESTIONS, "settings"]
+    lengths = [float(bar.get("width", "0")) for bar in root.iter(f"{SVG}rect")]
+    assert len(lengths) == 4                           # three tiers, and what was computed
+    assert sum(lengths) == pytest.approx(WIDTH - 68, abs=1)
+    assert "".join(root.itertext()).count("too short to draw") == 2
+
+
+def test_settings_that_were_given_come_first_and_in_words(stress: tuple[dict[str, Any], str]) -> None:
+    rows = list(cells(parsed(stress[1]), "settings").items())[1:]
+    names = [name for name, _ in rows]
+    given = ("requests", "rate", "concurrency", "device_tokens", "host_tokens", "storage", "eviction", "components")
+    assert {*names[: len(given) + 1]} == {*given, "end_hints"}
+    told = dict(rows)
+    assert (told["components"], told["device_tokens"]) == (["full, swa, mamba"], ["12,288"])
+    assert (told["verify"], told["mamba_bytes"]) == (["yes"], ["64.0 KiB"])
+
+
 def test_rises_are_between_samples_and_add_up() -> None:
     times, counts = [float(i) for i in range(11)], [i * i for i in range(11)]
     found = bins(times, [counts], 4)

@@ -22,7 +22,7 @@ from asynccache.worker import Topology
 from tests import warm
 from tests.cli import interrupt_child
 from tests.cli.rank_runs import ENDS, TP2, TP2_PP2, Command, Report, Shape, hits, options, size, sound
-from tests.cli.trace_kit import made_trace
+from tests.cli.trace_kit import BY_BLOCK, made_trace
 
 HOSTILE = ("--faults", "0.1", "--cancel-rate", "0.2", "--requests", "120", "--rank-delay", "2", "--quiet")
 
@@ -72,7 +72,7 @@ def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, out = made_trace(tmp_path / "trace.jsonl", conversations=10), tmp_path / "report.json"
-    command = ["replay", str(trace), "--cp", "2", "--bytes-per-token", "64", "--device-tokens",
+    command = ["replay", str(trace), *BY_BLOCK, "--cp", "2", "--bytes-per-token", "64", "--device-tokens",
                str(40 * 512), "--host-tokens", str(40 * 512), "--storage", storage(tmp_path), "--concurrency", "1",
                "--prefetch-policy", "wait_complete", "--json", str(out)]  # fmt: skip
     first, second = here(command), here(command)

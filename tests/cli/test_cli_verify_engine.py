@@ -45,7 +45,12 @@ TIERS = ("new", "device", "turns", "host", "storage")
 RIGHT = dict.fromkeys(TIERS, "right")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+IN_CHECK = ("qwen3", "falcon_h1")
+
+
+@pytest.mark.parametrize("family", [
+    family if family in IN_CHECK else pytest.param(family, marks=pytest.mark.slow(6)) for family in FAMILIES
+])  # fmt: skip
 def test_a_right_server_passes(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(parts(family)) as url:
         status, report = verified(url, tmp_path, *FLUSHES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,7 +30,8 @@ from openai_serving.scores import ScoredModel
 from openai_serving.service import Choices, Service
 
 from asynccache.cli.main import main
-from asynccache.cli.openai_client import Answer, Difference, apart
+from asynccache.cli.openai_client import Answer, Difference, EngineError, apart
+from asynccache.cli.verify_engine import Options, Verification
 from tests import warm
 from tests.cli.engine_server import DEVICE, FEW, FLUSHES, parts, serving, verdicts, verified
 from tests.examples.server_kit import ROOT, command
@@ -92,16 +95,12 @@ def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch
     assert report["allowed"] == pytest.approx(3 * report["cold_runs_differ_by"])
 
 
-def test_a_server_whose_cold_runs_disagree_proves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_whose_cold_runs_disagree_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = parts()
-    disturb(monkeypatch, 3.0)
+    disturb(monkeypatch, 20.0)
     with serving(planned) as url:
-        status, report = verified(url, tmp_path)
-    assert status == 1
-    assert report["unsteady"] == 6
-    assert "two cold runs were more than 1 nats apart" in capsys.readouterr().out.replace("\n", " ")
+        said = refused(url, *FEW)
+    assert "prompts were more than 1 nats apart, so its answers say nothing about its cache" in said
 
 
 def test_a_tier_that_gave_nothing_is_not_called_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +140,9 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def saying(answers: Mapping[str, bytes], *, patience: float = 0) -> Iterator[str]:
-    """Something that listens, reads a request, answers by its path, and closes the connection."""
+def saying(answers: Mapping[str, bytes], *, patience: float = 0, heard: list[bytes] | None = None) -> Iterator[str]:
+    """Something that listens, reads a request, answers by its path, and closes the connection. ``heard``: where the
+    requests go."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -152,7 +152,10 @@ def saying(answers: Mapping[str, bytes], *, patience: float = 0) -> Iterator[str
                 except OSError:
                     return
                 with connection:
-                    path = connection.recv(1 << 16).split()[1].decode()
+                    request = connection.recv(1 << 16)
+                    if heard is not None:
+                        heard.append(request)
+                    path = request.split()[1].decode()
                     time.sleep(patience)
                     connection.sendall(answers.get(path, b""))
 
@@ -215,11 +218,44 @@ def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -
     ("arguments", "sentence"),
     [(["nonsense://x"], "is no address of a server"), (["http://x:99999"], "is no address"),
      (["http://"], "is no address"),
+     (["http://x", "--length", "99999999"], "--length=99999999"), (["http://x", "--length", "1"], "--length=1"),
      (["http://127.0.0.1:1"], "does not answer"), (["http://x", "--prompts", "0"], "--prompts=0"),
      (["http://x", "--timeout", "0"], "--timeout=0"), (["http://x", "--tolerance", "-1"], "--tolerance=-1")],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(arguments: list[str], sentence: str) -> None:
     assert sentence in refused(*arguments)
+
+
+def test_the_key_is_sent_to_the_server_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
+    hit = told({"choices": [{"text": "x", "logprobs": SCORES}],
+                "usage": {"prompt_tokens": 99, "prompt_tokens_details": {"cached_tokens": 64}}})  # fmt: skip
+    own, others = list[bytes](), list[bytes]()
+    with saying({"/v1/models": CARD, "/v1/completions": hit}, heard=own) as url, saying({}, heard=others) as other:
+        refused(url, "--pause", "0", "--wait", "1")
+        verification = Verification(Options(url=url, pause=0.0, wait=1.0), lambda line: None)
+        with pytest.raises(EngineError):
+            asyncio.run(verification._flush("host", f"{other}/flush"))
+    assert all(b"Authorization: Bearer hunter2" in request for request in own)
+    assert [b"hunter2" in request for request in others] == [False]
+
+
+def test_a_flood_of_any_size_begins_at_once() -> None:
+    """Nothing of it is made before it is sent."""
+    lines = list[str]()
+    with serving(parts()) as url:
+        verification = Verification(Options(url=url, pause=0.0), lines.append)
+
+        async def begin() -> None:
+            await verification._look()
+            async with asyncio.timeout(2):
+                await verification._flush("host", str(10**15))
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(begin())
+    assert re.fullmatch(r"host: other prompts: [\d,]+ of [\d,]+ prompts", lines[-1])
+    assert "give a command, or an address or a number" in refused("http://x", "--flush-host", "9" * 40)
+    assert "give a command, or an address or a number" in refused("http://x", "--restart", " ")
 
 
 def test_a_prompt_that_the_context_does_not_hold_is_refused() -> None:
@@ -264,12 +300,13 @@ server.stdout.readline()
 def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
     with serving(parts()) as url:
         process = warm.Popen(
-            [sys.executable, "-m", "asynccache.cli", "verify-engine", url, *FEW, "--flush-device",
+            [sys.executable, "-m", "asynccache", "verify-engine", url, *FEW, "--flush-device",
              f"echo $$ > {tmp_path}/shell; sleep 60"], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 180
             while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
+                assert process.poll() is None, process.communicate()
                 assert time.monotonic() < end
                 time.sleep(0.05)
             time.sleep(2.5)  # what takes longer than two seconds says how far it is
@@ -280,7 +317,7 @@ def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
             process.wait()
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert " prompts" in said or "host: " in said
+    assert ": " in said
     group = int((tmp_path / "shell").read_text())
     fields = [stat.read_text().rpartition(")")[2].split() for stat in Path("/proc").glob("[0-9]*/stat")]
     assert not [state for state, _, its, *_ in fields if int(its) == group and state != "Z"]

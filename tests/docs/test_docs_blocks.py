@@ -47,6 +47,7 @@ EXCEPTIONS = {
     ("docs/engines/vllm.md", "from vllm import LLM"),
     ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
                             "--batches 128"),
+    ("docs/engines/sglang.md", "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --page-size 64 \\"),
     ("docs/engines/sglang.md", "pip install '.[sglang]'   # in SGLang's environment; it does not install SGLang"),
     ("docs/engines/transformers.md", "pip install '.[hf]'            # in a clone of the repository"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,29 @@ def test_all_components_served_rightly_are_not_accused() -> None:
     run(body)
 
 
+def test_pages_that_a_lease_gives_back_and_gets_again_are_fresh_again() -> None:
+    """A window goes round in few pages: ``advance`` frees them, and ``extend`` takes them again."""
+    async def body(cache: AsyncCache) -> None:
+        engine, tokens = Hybrid(cache), text(1, 40)
+        async with cache.lease(tokens, states=1) as lease:
+            await lease.loaded()
+            engine.compute(lease, 0, 40)
+            had: set[int] = set()
+            for _ in range(12):
+                lease.advance(len(tokens))
+                had |= set(lease.page_table("swa").tolist())
+                await lease.extend(16)
+                tokens += text(len(tokens), 16)
+                engine.compute(lease, len(tokens) - 16, len(tokens))
+            assert len(had) <= 8  # with -1
+        await engine.serve(text(2, 100))
+
+    small = SlidingWindow.attention(window=20, layers=2, kv_heads=2, head_dim=8, dtype="float32", device=112, host=112)
+    full = Full.attention(layers=2, kv_heads=2, head_dim=8, dtype="float32", device=1024, host=1024)
+    run(body, CacheConfig(model="few", components=(full, small, *ALL.components[2:]), sidecars=ALL.sidecars,
+                          page_size=PAGE))
+
+
 @pytest.mark.parametrize(("without", "says"), [
     ("values", "bytes and view do not fit: full"), ("window", "committed without computing: swa"),
     ("sidecar", "index, layer 0"), ("state", "committed without computing: mamba"),
@@ -121,8 +145,8 @@ def test_a_state_that_is_written_after_its_commit_is_found_by_the_next_hit() -> 
 
 def test_a_commit_after_an_event_is_judged_when_that_has_fired(caplog: pytest.LogCaptureFixture) -> None:
     async def body(cache: AsyncCache) -> None:
-        assert cache.device is not None
-        model, gate, late = Model(cache), cache.device.gate(), cache.device.gate()
+        device: Any = cache.device
+        model, gate, late = Model(cache), device.gate(), device.gate()
         async with cache.lease(text(1)) as lease:
             await lease.loaded()
             await lease.commit(text(1), after=gate)

@@ -44,8 +44,9 @@ MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 PAGES = StoredPages(0, bytes(32), b"slot"), StoredPages(2, bytes(64), b"slots")
 ENTRY = StoreEntry(2, StoreOptions(name="x", write=False), shared=True)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
-    "open": [(CONFIG, True)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)],
-    "group_lost": [(2, "was silent")],
+    "open": [(CONFIG, False)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)],
+    "group_lost": [(2, "was silent")], "fill": [(0, b"slot", True)], "forget_fill": [(1, b"slot")],
+    "inspect": [([PageQuestion(0, b"slot")], True), ([], False)],
     "perform": [
         (Work(CopyKind.BACKUP, (6, 7), MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, (8,), MOVES),),
         (Work(CopyKind.CLONE, (9,), MOVES, 8),),
@@ -56,13 +57,12 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "flush": [()],
     "is_away": [(bytes(32),)], "open_store": [(2, "file:/c", {"name": "c"}, None)], "use_store": [(2, 0), (2, None)],
     "drop_store": [(2,)], "leave_store": [(2,)], "close_store": [(2,)], "watch_store": [(1,)], "unwatch_store": [(1,)],
-    "fill": [(0, b"slot", True)], "forget_fill": [(1, b"slot")], "inspect": [([PageQuestion(0, b"slot")], True)],
     "close": [(1.5,)],
 }  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "open": OpenedRank(4, {"full": 64}, [ENTRY], bytes(32)), "store": StoredBatch(frozenset({7, 8}), 1, 2, 3),
     "ask": [bytes([0, 1, 2, 3]), b""], "read": [b"\1"], "open_store": ENTRY,
-    "inspect": Inspected([PageBytes(b"sum", b"bits", ["layer 1"])], [DamagedPage(0, 7, "full")]),
+    "inspect": Inspected([PageBytes(bytes(8), b"\x08", ["full, layer 1"])], [DamagedPage(0, 5, "full")]),
 }  # fmt: skip
 decode_news = m.news_decoder(ORDERS)
 
