@@ -155,7 +155,7 @@ async def _serve(options: Options) -> int:
     for number_of in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number_of, stop)
     taken = await asyncio.to_thread(take_over, options.path) if options.replace else None
-    memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken[0].memory
+    memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
     if taken is not None and memory.layout.size != options.memory:
         print(f"asynccache: the memory that was taken over has {size(memory.layout.size)}", file=sys.stderr)
     stores, behind = options.stores, None
@@ -164,9 +164,7 @@ async def _serve(options: Options) -> int:
         await behind.open()
     server = HostServer(options.path, memory, behind=behind, group=options.group, limits=options.limits)
     try:
-        await server.open(None if taken is None else taken[0])
-        if taken is not None:
-            taken[1]()
+        await server.open(taken)
         gc.freeze()  # what is there by now stays, so it need not be looked through again
         gc.set_threshold(50_000, 50, 1000)  # pages are no garbage, and there are many of them
         async with AsyncExitStack() as parts:
