@@ -104,7 +104,7 @@ asyncio.run(main())
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> None:
+async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path()
     async with serving(path) as server:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
@@ -113,6 +113,10 @@ async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> 
         for number in range(60):
             await put_all(backend, keys_of(60, "full")[number : number + 1])
         assert server.table.reserved_bytes == 9 * 16384
+        assert server.long_reserved() == []
+        monkeypatch.setattr("asynccache.host.server.LONG_RESERVED", 0.0)
+        [sentence] = server.long_reserved()
+        assert f"process {process.pid} has had 9 slots reserved for" in sentence
         process.send_signal(signal.SIGKILL)
         await process.wait()
         await until(lambda: server.table.reserved_bytes == 0)
