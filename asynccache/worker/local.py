@@ -475,7 +475,7 @@ class LocalWorker:
         if self._poison is not None:
             self._poison.forget(component, _slots(slots))
 
-    @remote(fold=folds.inspected)
+    @remote(fold=folds.inspected, at_once=True)
     async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
         """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
         else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""
