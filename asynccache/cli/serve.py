@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Self
 
-from asynccache.cli.options import CommandOptions, Quiet, option
-from asynccache.cli.output import number, percent, size
+from asynccache.cli.options import CommandOptions, Json, Quiet, option
+from asynccache.cli.output import number, percent, size, write
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import HostMemory
@@ -55,8 +55,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                                         "memory, with all pages, and its socket", const=True)] = False
     config: Annotated[str | None, option("FILE", "read options from this TOML file, by their names here; those that "
                                                  "are given here win")] = None
-    json: Annotated[bool, option("", "print all counters as a line of JSON a minute, to standard output, instead of "
-                                     "text", const=True)] = False
+    json: Annotated[Json, option(
+        "PATH|-", "write all counters as a line of JSON a minute to a file, or to standard output (-) instead of the "
+                  "text", const="-")] = None
     quiet: Quiet = False
 
     @classmethod
@@ -195,7 +196,7 @@ async def _serve(options: Options) -> int:
 async def _show(server: HostServer, options: Options) -> None:
     """Show what the server does until cancelled: a panel on a terminal, a line a minute elsewhere."""
     began, last = time.monotonic(), server.counts()
-    if sys.stderr.isatty() and not options.json:
+    if sys.stderr.isatty() and options.json is None:
         with suppress(ImportError):  # rich is optional here
             await _live(server, options, began)
     print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)}", file=sys.stderr, flush=True)
@@ -204,9 +205,13 @@ async def _show(server: HostServer, options: Options) -> None:
         now = server.counts()
         for sentence in server.long_reserved():
             print(sentence, file=sys.stderr)
-        if options.json:
-            print(json.dumps({"time": round(time.time(), 3), **now}), flush=True)
-            continue
+        if options.json is not None:
+            line = json.dumps({"time": round(time.time(), 3), **now}) + "\n"
+            if options.json == "-":
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                continue
+            await asyncio.to_thread(write, options.json, line, mode="a")
         print(" · ".join(f"{name} {text}" for name, text in rows(now, last, LINE_EVERY)), file=sys.stderr, flush=True)
         last = now
 

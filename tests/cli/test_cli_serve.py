@@ -151,9 +151,12 @@ def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pyt
     assert not os.path.exists(path)
 
 
-def test_a_line_of_json_and_a_line_of_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_of_json_and_a_line_of_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(serve, "LINE_EVERY", 0.05)
-    for words, on in ((["--json"], "out"), ([], "err")):
+    file = tmp_path / "counts"
+    for words, on in ((["--json"], "out"), (["--json", str(file)], "err")):
         path = socket_path()
         signaller = threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGTERM))
         signaller.start()
@@ -162,7 +165,8 @@ def test_a_line_of_json_and_a_line_of_text(monkeypatch: pytest.MonkeyPatch, caps
         told = capsys.readouterr()
         lines = getattr(told, on).splitlines()
         assert len(lines) > 2
-        if words:
+        if on == "out":
             assert json.loads(lines[-1])["pages"] == 0
         else:
+            assert json.loads(file.read_text().splitlines()[-1])["pages"] == 0
             assert "memory 0.0 % of 2.0 MiB, 0 pages · clients 0 of 0 processes" in lines[-1]
