@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Self
 
-from asynccache.cli.options import CommandOptions, Quiet, option
-from asynccache.cli.output import number, percent, size
+from asynccache.cli.options import CommandOptions, Json, Quiet, option
+from asynccache.cli.output import number, percent, size, write
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import HostMemory
@@ -55,9 +55,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                                         "memory, with all pages, and its socket", const=True)] = False
     config: Annotated[str | None, option("FILE", "read options from this TOML file, by their names here; those that "
                                                  "are given here win")] = None
-    json: Annotated[str | None, option(
-        "PATH|-", "print all counters as a line of JSON a minute, not as text; with a PATH, add it to that file, too, "
-                  "beside the text", const="-")] = None
+    json: Annotated[Json, option(
+        "PATH|-", "write all counters as a line of JSON a minute to a file, or to standard output (-) instead of the "
+                  "text", const="-")] = None
     quiet: Quiet = False
 
     @classmethod
@@ -206,12 +206,12 @@ async def _show(server: HostServer, options: Options) -> None:
         for sentence in server.long_reserved():
             print(sentence, file=sys.stderr)
         if options.json is not None:
-            line = json.dumps({"time": round(time.time(), 3), **now})
+            line = json.dumps({"time": round(time.time(), 3), **now}) + "\n"
             if options.json == "-":
-                print(line, flush=True)
+                sys.stdout.write(line)
+                sys.stdout.flush()
                 continue
-            with open(options.json, "a", encoding="utf-8") as file:  # noqa: ASYNC230  a line a minute
-                file.write(line + "\n")
+            await asyncio.to_thread(write, options.json, line, mode="a")
         print(" · ".join(f"{name} {text}" for name, text in rows(now, last, LINE_EVERY)), file=sys.stderr, flush=True)
         last = now
 

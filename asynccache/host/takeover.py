@@ -28,7 +28,7 @@ def take_over(path: str, timeout: float = 60.0) -> Inherited | None:
         data = bytearray()
         while len(data) < count:
             if most:
-                part, found, _, _ = socket.recv_fds(sock, count - len(data), most)
+                part, found, _, _ = socket.recv_fds(sock, count - len(data), most, socket.MSG_CMSG_CLOEXEC)
                 descriptors.extend(found)
             else:
                 part = sock.recv(min(count - len(data), 1 << 20))
