@@ -247,7 +247,7 @@ async def test_a_forked_child_has_no_store() -> None:
 
 @pytest.mark.asyncio
 async def test_a_slot_is_given_back_by_whom_it_was_granted_to_and_by_no_earlier_call() -> None:
-    """A call that is cancelled while its pages are published gives them back; meanwhile another call of that process may
+    """A call that is cancelled while its pages are published gives them back; meanwhile another call of its process may
     have been granted the same slot."""
     path, keys = socket_path(), [key.key for key in keys_of(2)]
     async with serving(path) as server:

@@ -93,9 +93,9 @@ class HostChannel(asyncio.Protocol):
             return await future
         except asyncio.CancelledError:
             self._waiting.pop(number, None)
-            if isinstance(request, wire.Reserve) and future.done() and not future.cancelled():
-                if not future.exception():  # it was answered in this very turn
-                    self.tell(wire.GiveBack(future.result().slots, future.result().generations))
+            answered = future.done() and not future.cancelled() and not future.exception()
+            if isinstance(request, wire.Reserve) and answered:  # in this very turn
+                self.tell(wire.GiveBack(future.result().slots, future.result().generations))
             raise
 
     def _take(self, answer: wire.Answers) -> None:
