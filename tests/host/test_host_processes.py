@@ -104,7 +104,7 @@ asyncio.run(main())
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> None:
+async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path()
     async with serving(path) as server:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
@@ -113,6 +113,10 @@ async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> 
         for number in range(60):
             await put_all(backend, keys_of(60, "full")[number : number + 1])
         assert server.table.reserved_bytes == 9 * 16384
+        assert server.long_reserved() == []
+        monkeypatch.setattr("asynccache.host.server.LONG_RESERVED", 0.0)
+        [sentence] = server.long_reserved()
+        assert f"process {process.pid} has had 9 slots reserved for" in sentence
         process.send_signal(signal.SIGKILL)
         await process.wait()
         await until(lambda: server.table.reserved_bytes == 0)
@@ -131,10 +135,8 @@ async def test_what_a_stopped_client_has_reserved_is_its_own_under_the_next_serv
         await until(lambda: first.table.reserved_bytes == 9 * 16384)
         taken = await asyncio.to_thread(take_over, path)
         assert taken is not None
-        inherited, confirm = taken
-        second = HostServer(path, inherited.memory)
-        await second.open(inherited)
-        confirm()
+        second = HostServer(path, taken.memory)
+        await second.open(taken)
         await first.closed.wait()
         assert second.table.reserved_bytes == 9 * 16384
         second.table.audit()
@@ -220,18 +222,37 @@ async def test_a_server_whose_heir_dies_goes_on(tmp_path: Path) -> None:
         stored = await put_all(backend, keys)
         taken = await asyncio.to_thread(take_over, path)
         assert taken is not None
-        inherited, confirm = taken
-        assert len(inherited.snapshot.kept) == 20
-        for cell in cast("Any", confirm).__closure__:
+        assert len(taken.snapshot.kept) == 20
+        for cell in cast("Any", taken.confirm).__closure__:
             if isinstance(cell.cell_contents, socket.socket):
                 cell.cell_contents.close()  # the heir is killed
-        inherited.listener.close()
-        inherited.memory.close()
+        taken.listener.close()
+        taken.memory.close()
         await until(lambda: not server.handed_over)
         await asyncio.sleep(0.06)
         assert same(stored, (await get_all(backend, keys))[1])
         await backend.delete(keys)
         await put_all(backend, keys)
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_heir_that_comes_too_late_is_told_and_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccache.host.server.HEIR_PATIENCE", 0.2)
+    path, keys = socket_path(), keys_of(20)
+    async with serving(path) as first:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        await until(lambda: not first.handed_over)
+        second = HostServer(path, taken.memory)
+        with pytest.raises(ConfigError, match="the host process there has gone on"):
+            await second.open(taken)
+        await second.aclose()
+        await asyncio.sleep(0.06)
+        assert same(stored, (await get_all(backend, keys))[1])
+        first.table.audit()
         await backend.aclose()
 
 

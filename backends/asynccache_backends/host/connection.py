@@ -244,7 +244,7 @@ async def _welcome(
         finally:
             loop.remove_reader(sock.fileno())
         try:
-            part, found, _, _ = socket.recv_fds(sock, wanted - len(data), 1)
+            part, found, _, _ = socket.recv_fds(sock, wanted - len(data), 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             continue
         descriptors += found
