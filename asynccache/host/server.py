@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +35,7 @@ MOST_LABELS = 1000
 MOST_UNREAD = 4 << 20
 MOST_IN_FLIGHT = 256
 LONG_RESERVED = 30.0
-HAND_OVER_PATIENCE = 2.0
+HAND_OVER_PATIENCE, HEIR_PATIENCE = 2.0, 30.0
 MOST_DESCRIPTORS = 200
 COUNTERS = ("hits", "misses", "asked_hits", "stored", "evicted", "over_limit", "no_room", "damaged", "malformed",
             "died", "freed_by_death")  # fmt: skip
@@ -69,13 +69,18 @@ class Snapshot(msgspec.Struct, array_like=True):
 
 
 class Inherited:
-    """What was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds."""
+    """What was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds.
+    ``confirm`` makes the other one end, and raises ConfigError if that has gone on; it blocks."""
 
-    def __init__(self, snapshot: Snapshot, memory: HostMemory, listener: socket.socket, pidfds: list[int]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, memory: HostMemory, listener: socket.socket, pidfds: list[int],
+        confirm: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.snapshot = snapshot
         self.memory = memory
         self.listener = listener
         self.pidfds = pidfds
+        self.confirm = confirm
 
 
 class HostClient(asyncio.Protocol):
@@ -230,6 +235,7 @@ class HostServer:
         self.closed = asyncio.Event()
         self._group = None if group is None else group_id(group)
         self._listener: socket.socket | None = None
+        self._listens = False
         self._peers: dict[int, Peer] = {}
         self._clients: set[HostClient] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -242,13 +248,14 @@ class HostServer:
         """Begin to listen. What was ``inherited`` from another server is there at once.
 
         Raises:
-            ConfigError: the socket cannot be used, or somebody listens there.
+            ConfigError: the socket cannot be used, somebody listens there, or the other server has gone on.
         """
         if inherited is None:
             self._listener = listening_socket(self.path, self._group, MOST_CLIENTS)
         else:
             self._listener = inherited.listener
             self._inherit(inherited)
+            await asyncio.to_thread(inherited.confirm)  # before anything in the memory changes
         if self.behind is not None:
             self.behind.use(self.table, self.memory)
         self._listener.setblocking(False)
@@ -258,6 +265,7 @@ class HostServer:
         if not self.table.usable:
             raise ConfigError(f"memory={self.memory.layout.size}: this machine, or its container, has none to give")
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+        self._listens = True
 
     def _inherit(self, inherited: Inherited) -> None:
         snapshot, owed = inherited.snapshot, list[tuple[Writer, KeptPage]]()
@@ -401,18 +409,22 @@ class HostServer:
         loop.remove_reader(self._listener.fileno())
         self.handed_over = True
         writing = [peer for peer in self._peers.values() if peer.writer.reserved][:MOST_DESCRIPTORS]
+        if self.behind is not None and self.behind.reader.reserved:  # a read that hangs may still write there
+            writing.append(Peer(os.getpid(), os.pidfd_open(os.getpid()), self.behind.reader))
         data = msgspec.msgpack.encode(self._snapshot(writing))
         client.send_with(
             [self.memory.fd, self._listener.fileno(), *(peer.pidfd for peer in writing)],
             wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
         )
         client.send(data)
-        await client.ended.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(client.ended.wait(), HEIR_PATIENCE)
         if client.session is not None and client.session.ended_well:
             LOG.info("another host process has taken over")
             self._begin(self.aclose(unlink=False))
             return
-        LOG.warning("the process that was to take over has gone; going on")
+        LOG.warning("the process that was to take over does not; going on")
+        client.abort()
         self.handed_over, self.draining, self.heir = False, False, None
         for other in list(self._clients):
             other.abort()  # requests of theirs were not heard
@@ -434,7 +446,7 @@ class HostServer:
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
-            if unlink:
+            if unlink and self._listens:
                 with suppress(OSError):
                     os.unlink(self.path)
         own = asyncio.current_task()

@@ -106,16 +106,20 @@ class Reserve(HostMessage):
 
 
 class Publish(HostMessage):
-    """These slots are written. Answer: ``Verdicts``, HIT where the page is stored now."""
+    """These slots are written, which were granted with these generations. Answer: ``Verdicts``, HIT where the page is
+    stored now."""
 
     number: Number
     slots: Numbers
+    generations: Numbers
 
 
 class GiveBack(HostMessage):
-    """These slots will not be written, and nothing copies into them any more. No answer."""
+    """These slots, which were granted with these generations, will not be written, and nothing copies into them any
+    more. No answer. One that comes late, when the slot was published and granted again, frees nothing."""
 
     slots: Numbers
+    generations: Numbers
 
 
 class Bye(HostMessage):

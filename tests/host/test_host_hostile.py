@@ -52,9 +52,10 @@ ODD = {
     "fewer sizes than keys": wire.Find(1, KEYS, ["full"] * 3, [1]),
     "fewer pools than keys": wire.Reserve(1, KEYS, [], [1, 1, 1]),
     "generations that are missing": wire.Damaged(1, KEYS, []),
+    "fewer generations than slots": wire.Publish(1, [0, 1], [0]),
 }
 HARMLESS: list[Any] = [
-    wire.Publish(1, [0, 1, 2, 1 << 61]), wire.GiveBack([0, 1, 2, 5, 1 << 61]),
+    wire.Publish(1, [0, 1, 2, 1 << 61], [0, 0, 0, 7]), wire.GiveBack([0, 1, 2, 5, 1 << 61], [0, 0, 0, 0]),
     wire.Reserve(2, KEYS, ["full"] * 3, [0, 1 << 61, 1 << 40]), wire.Damaged(3, KEYS, [0, 1, 2]),
     wire.Enumerate(4, 1 << 61), wire.Find(5, KEYS, ["x"] * 3, [0, 1, 1 << 61]), wire.Exist(6, [], []),
 ]  # fmt: skip
