@@ -123,7 +123,8 @@ class World:
         theirs = [slot for slot in slots if slot not in self.clients[at].writer.reserved]
         keys, now = [name_of(random.randrange(KEYS)) for _ in range(3)], [self.memory.generations[at] for at in theirs]
         for lie in (wire.GiveBack(theirs, now), wire.Publish(1, theirs, now),
-                    wire.Damaged(2, keys, [random.randrange(9)] * 3), wire.Remove(3, keys[:1], []), wire.Reserve(4, keys, ["p"] * 3, [0, 1 << 50, 1 << 61])):  # fmt: skip
+                    wire.Damaged(2, keys, [random.randrange(9)] * 3), wire.Remove(3, keys[:1], []),
+                    wire.Reserve(4, keys, ["p"] * 3, [0, 1 << 50, 1 << 61])):  # fmt: skip
             session.handle(lie)
 
     def taken_over(self) -> None:
