@@ -35,6 +35,9 @@ from asynccache.storage import Size, parse_host_port, parse_size
 
 LINE_EVERY, PANEL_EVERY = 60.0, 1.0
 LONGEST_BEHIND = 64 << 20
+METRICS_PATIENCE = 10.0
+
+LOG = logging.getLogger("asynccache.host")
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -180,7 +183,13 @@ async def _serve(options: Options) -> int:
             if options.metrics is not None:
                 from asynccache.host.metrics import serve_metrics
 
-                await parts.enter_async_context(serve_metrics(server, options.metrics))
+                patience = 0.0 if taken is None else METRICS_PATIENCE  # the other one listens there, and is ending
+                try:
+                    await parts.enter_async_context(serve_metrics(server, options.metrics, patience=patience))
+                except ConfigError as error:
+                    if taken is None:
+                        raise
+                    LOG.error("all pages were taken over; going on without metrics: %s", error)
             if not options.quiet:
                 shown = loop.create_task(_show(server, options))
                 parts.callback(shown.cancel)

@@ -336,6 +336,7 @@ class StoresBehind:
             for i, answer in zip(at, answers or [Result.FAILED] * len(keys), strict=True):
                 if answer is Result.FAILED or codes[i] == MISS:
                     codes[i] = int(answer)
+        self._deleted.update(key for key in keys if key in self._reads)  # they may have read it before it was deleted
 
     async def clear(self) -> str:
         """Delete all pages of all stores. Returns what went wrong, if anything did."""
@@ -344,7 +345,10 @@ class StoresBehind:
             store.waiting.clear()
             if not await store.has_written(None, DRAIN):
                 return f"{store.options.name}: a write does not end"
-        return await self._each("clear")
+        try:
+            return await self._each("clear")
+        finally:
+            self._deleted.update(self._reads)
 
     async def flush(self) -> str:
         """Write what waits, and make it as safe as the stores can. Returns what went wrong, if anything did."""

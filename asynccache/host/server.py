@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.errors import AsyncCacheError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
@@ -30,6 +30,7 @@ from asynccache.host.session import HostSession
 from asynccache.host.sockets import group_id, groups_of, listening_socket, peer_of, pidfd_of
 
 GREETING_TIME = 5.0
+ACCEPT_AGAIN = 0.5
 MOST_CLIENTS = 1024
 MOST_LABELS = 1000
 MOST_UNREAD = 4 << 20
@@ -84,7 +85,7 @@ class Inherited:
 
 
 class HostClient(asyncio.Protocol):
-    """One connection. ``ended`` is set when it has ended."""
+    """One connection. ``begun``: it has a transport. ``ended`` is set when it has ended."""
 
     def __init__(self, server: HostServer, sock: socket.socket, peer: Peer) -> None:
         self.peer = peer
@@ -97,16 +98,20 @@ class HostClient(asyncio.Protocol):
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
+        self._over = self.begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = transport  # type: ignore[assignment]
+        self.begun = True
         self._transport.set_write_buffer_limits(MOST_UNREAD)
         self._timer = asyncio.get_running_loop().call_later(GREETING_TIME, self.abort)
+        if self._over:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Answer the requests that are whole by now."""
-        if self._server.handed_over and self is not self._server.heir:
+        if self._over or (self._server.handed_over and self is not self._server.heir):
             return  # the next server answers; this connection ends soon
         try:
             for body in self._frames.feed(data):
@@ -114,12 +119,16 @@ class HostClient(asyncio.Protocol):
                     self._greet(wire.read_greeting(body))
                 else:
                     self._answer(self.session, wire.read_request(body))
-                if self._transport.is_closing():
-                    return
+                if self._transport.is_closing() or self._has_enough:
+                    return  # the rest stays with the frames
         except (wire.Malformed, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._server.table.counts["malformed"] += 1
             LOG.warning("%s sends what is no request, and is left alone: %s", self.peer.writer.name, error)
             self.abort()
+
+    @property
+    def _has_enough(self) -> bool:
+        return self._paused or len(self._tasks) >= MOST_IN_FLIGHT
 
     def pause_writing(self) -> None:
         """The client does not read its answers: take no more of its requests."""
@@ -135,13 +144,16 @@ class HostClient(asyncio.Protocol):
         """Free what can be freed now."""
         if self._timer is not None:
             self._timer.cancel()
+        self._over = True
         self.ended.set()
         self._server.lost(self)
         self._sock.close()
 
     def abort(self) -> None:
-        """End the connection now."""
-        self._transport.abort()
+        """End the connection now, or as soon as it begins."""
+        self._over = True
+        if self.begun:
+            self._transport.abort()
 
     def _greet(self, greeting: wire.Greeting) -> None:
         server = self._server
@@ -166,6 +178,10 @@ class HostClient(asyncio.Protocol):
 
     def _answer(self, session: HostSession, request: wire.Requests) -> None:
         if isinstance(request, wire.TakeOver):
+            if peer_of(self._sock)[1] not in (0, os.geteuid()):  # of the group: it may use the memory, and not have it
+                why = "only the host process's own user may take over"
+                self._transport.write(wire.frame(wire.Refused(request.number, why)))
+                return
             self._begin(self._server.hand_over(self, request.number))
             return
         session.draining = self._server.draining
@@ -195,8 +211,10 @@ class HostClient(asyncio.Protocol):
         self._flow()
 
     def _flow(self) -> None:
-        if not self._paused and len(self._tasks) < MOST_IN_FLIGHT and not self._transport.is_closing():
+        if not self._has_enough and not self._transport.is_closing():
             self._transport.resume_reading()
+            if self._frames.held:
+                asyncio.get_running_loop().call_soon(self.data_received, b"")
 
     def send(self, data: bytes) -> None:
         """Send bytes as they are."""
@@ -272,6 +290,7 @@ class HostServer:
         for (key, name, pages), pidfd in zip(snapshot.reserved, inherited.pidfds, strict=True):
             peer = self._peer(key, pidfd, name)
             peer.owes = True
+            peer.writer.since = time.monotonic()
             owed += [(peer.writer, page) for page in pages]
         self.boot = snapshot.boot
         generations = memoryview(snapshot.generations).cast("Q").tolist()
@@ -305,29 +324,46 @@ class HostServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with suppress(BlockingIOError, InterruptedError, ConnectionError):
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
-            try:
-                peer = self._admitted(sock)
-            except (OSError, Unavailable) as error:
-                LOG.warning("a connection was refused: %s", error)
-                with suppress(OSError):
-                    sock.send(wire.frame(wire.Refused(0, str(error))))
-                sock.close()
-                return
-            client = HostClient(self, sock, peer)
-            peer.clients.add(client)
-            self._clients.add(client)
-            self._begin(self._connected(client, sock))
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:  # such as no file descriptors: it would fail again at once, and again
+            LOG.warning("no connection can be accepted for %g s: %s", ACCEPT_AGAIN, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_AGAIN, self._accept_again)
+            return
+        sock.setblocking(False)
+        try:
+            peer = self._admitted(sock)
+        except (OSError, Unavailable) as error:
+            LOG.warning("a connection was refused: %s", error)
+            with suppress(OSError):
+                sock.send(wire.frame(wire.Refused(0, str(error))))
+            sock.close()
+            return
+        client = HostClient(self, sock, peer)
+        peer.clients.add(client)
+        self._clients.add(client)
+        self._begin(self._connected(client, sock))
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0 and not self.handed_over:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def _connected(self, client: HostClient, sock: socket.socket) -> None:
+        own: socket.socket | None = None
         try:
-            own = socket.socket(fileno=os.dup(sock.fileno()))
+            own = sock.dup()
             await asyncio.get_running_loop().connect_accepted_socket(lambda: client, own)
-        except OSError:
+        except (OSError, asyncio.CancelledError) as error:
             self.lost(client)
             sock.close()
+            if own is not None and not client.begun:
+                own.close()
+            if not isinstance(error, OSError):
+                raise
 
     def _admitted(self, sock: socket.socket) -> Peer:
         """Return the process at the other end. Raises Unavailable: it is not to be served, and why."""
@@ -350,6 +386,9 @@ class HostServer:
         return peer
 
     def _died(self, peer: Peer) -> None:
+        if self.handed_over:  # the memory may be the heir's by now, who hears of it, too
+            asyncio.get_running_loop().remove_reader(peer.pidfd)
+            return
         freed = self.table.end(peer.writer)
         self.table.counts["died"] += 1
         self.table.counts["freed_by_death"] += freed
@@ -408,15 +447,19 @@ class HostServer:
             await self.behind.close()
         loop.remove_reader(self._listener.fileno())
         self.handed_over = True
-        writing = [peer for peer in self._peers.values() if peer.writer.reserved][:MOST_DESCRIPTORS]
+        writing = [peer for peer in self._peers.values() if peer.writer.reserved]
         if self.behind is not None and self.behind.reader.reserved:  # a read that hangs may still write there
             writing.append(Peer(os.getpid(), os.pidfd_open(os.getpid()), self.behind.reader))
-        data = msgspec.msgpack.encode(self._snapshot(writing))
-        client.send_with(
-            [self.memory.fd, self._listener.fileno(), *(peer.pidfd for peer in writing)],
-            wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
-        )
-        client.send(data)
+        if len(writing) > MOST_DESCRIPTORS:
+            LOG.warning("%d processes are writing, which are too many to hand over", len(writing))
+            client.abort()
+        else:
+            data = msgspec.msgpack.encode(self._snapshot(writing))
+            client.send_with(
+                [self.memory.fd, self._listener.fileno(), *(peer.pidfd for peer in writing)],
+                wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
+            )
+            client.send(data)
         with suppress(TimeoutError):
             await asyncio.wait_for(client.ended.wait(), HEIR_PATIENCE)
         if client.session is not None and client.session.ended_well:
@@ -428,9 +471,17 @@ class HostServer:
         self.handed_over, self.draining, self.heir = False, False, None
         for other in list(self._clients):
             other.abort()  # requests of theirs were not heard
-        if self.behind is not None:
-            await self.behind.open()
+        if self._listener.fileno() < 0:
+            return  # it was closed meanwhile
         loop.add_reader(self._listener.fileno(), self._accept)
+        for peer in self._peers.values():
+            loop.add_reader(peer.pidfd, self._died, peer)
+        if self.behind is not None:
+            try:
+                await self.behind.open()
+            except AsyncCacheError as error:
+                LOG.error("going on without stores, which cannot be opened again: %s", error)
+                self.behind = None
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
         table = self.table
@@ -440,13 +491,18 @@ class HostServer:
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""
+        heir = self.heir
+        if heir is not None and unlink:  # it is about to have everything, and says who goes on
+            await heir.ended.wait()
+            if heir.session is not None and heir.session.ended_well:
+                await self.closed.wait()
         if self.closed.is_set():
             return
         self.draining = True
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
-            if unlink and self._listens:
+            if unlink and self._listens and not self.handed_over:
                 with suppress(OSError):
                     os.unlink(self.path)
         own = asyncio.current_task()

@@ -194,6 +194,10 @@ class HostSession:
 
     async def _remove_behind(self, ask: wire.Remove, codes: bytearray, behind: StoresBehind) -> wire.Verdicts:
         await behind.delete(ask.keys, ask.pools, codes)
+        for key in ask.keys:
+            page = self.table.index.get(key)
+            if page is not None:  # it was read from a store before it was deleted there
+                self.table.drop(page)
         return self.verdicts(ask.number, codes)
 
     def _damaged(self, ask: wire.Damaged) -> wire.HostMessage:
@@ -215,7 +219,12 @@ class HostSession:
         self.table.clear()
         if self._behind is None:
             return self.verdicts(ask.number)
-        return self._after(self._behind.clear(), ask.number)
+        return self._remove_all_behind(ask.number, self._behind)
+
+    async def _remove_all_behind(self, number: int, behind: StoresBehind) -> wire.HostMessage:
+        answer = await self._after(behind.clear(), number)
+        self.table.clear()  # of what was read from a store before it was deleted there
+        return answer
 
     def _secure(self, ask: wire.Secure) -> wire.Verdicts | Awaitable[wire.HostMessage]:
         if self._behind is None:

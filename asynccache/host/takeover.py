@@ -53,10 +53,12 @@ def take_over(path: str, timeout: float = 60.0) -> Inherited | None:
         while descriptors:
             os.close(descriptors.pop())
         sock.sendall(wire.frame(wire.TakeOver(1)))
-        answer = wire.read_answer(message(MOST_DESCRIPTORS + 3))
+        answer = wire.read_answer(message(MOST_DESCRIPTORS + 2))
         if not isinstance(answer, wire.Inheritance):
             raise OSError(f"it answers {answer}")
         snapshot = msgspec.msgpack.decode(receive(answer.length), type=Snapshot)
+        if len(descriptors) != 2 + len(snapshot.reserved):
+            raise ValueError("descriptors are missing; is their number limited (ulimit -n)?")
         memory = HostMemory(snapshot.layout, descriptors[0], snapshot.allocated)
         listener = socket.socket(fileno=descriptors[1])
     except (OSError, ValueError, msgspec.MsgspecError, IndexError) as error:

@@ -260,6 +260,11 @@ class Frames:
         self.most = most
         self._have = bytearray()
 
+    @property
+    def held(self) -> int:
+        """How many bytes have come that belong to no frame that was yielded."""
+        return len(self._have)
+
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the frames that are whole by now. Raises Malformed: the next one would be too long, or empty."""
         have = self._have

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -264,3 +265,73 @@ async def test_there_is_nobody_to_take_over_from() -> None:
     with pytest.raises(ConfigError, match="does not hand over"):
         await asyncio.to_thread(take_over, path)
     listener.close()
+
+
+@pytest.mark.asyncio
+async def test_the_next_server_listens_for_prometheus_where_the_one_before_did(unused_tcp_port: int) -> None:
+    """The one before listens there until it has heard that all was taken over, so the next one has to try again."""
+    path, keys, port = socket_path(), keys_of(20), unused_tcp_port
+    with server_process(path, "24MiB", "--metrics", f"127.0.0.1:{port}") as server:
+        await server.counts()
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        first = server.process
+        server.start("--replace")
+        assert await asyncio.to_thread(first.wait, 60) == 0
+        await server.counts()
+        while True:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                break
+            assert server.process.poll() is None, "it has ended, and with it all pages"
+            await asyncio.sleep(0.05)
+        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert b"200 OK" in await reader.read()
+        writer.close()
+        assert same(stored, (await get_all(backend, keys))[1])
+        await backend.aclose()
+        assert server.stop() == 0
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_is_told_to_end_while_it_hands_over_leaves_the_socket_to_its_heir() -> None:
+    path, keys = socket_path(), keys_of(20)
+    async with serving(path) as first:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        ending = asyncio.create_task(first.aclose())
+        await asyncio.sleep(0.1)
+        second = HostServer(path, taken.memory)
+        await second.open(taken)
+        await ending
+        await asyncio.sleep(0.06)
+        assert same(stored, (await get_all(backend, keys))[1])
+        await backend.aclose()
+        await second.aclose()
+
+
+@pytest.mark.asyncio
+async def test_who_dies_while_the_memory_is_handed_over_is_freed_by_whoever_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asynccache.host.server.HEIR_PATIENCE", 0.6)
+    path = socket_path()
+    async with serving(path) as first:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+        await until(lambda: first.table.reserved_bytes == 9 * 16384)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await asyncio.sleep(0.1)
+        if first.handed_over:
+            assert first.table.reserved_bytes == 9 * 16384, "the heir may have freed it, and more"
+        await until(lambda: not first.handed_over)
+        await until(lambda: first.table.reserved_bytes == 0)
+        first.table.audit()
+        with pytest.raises(ConfigError, match="has gone on"):
+            taken.confirm()
+        taken.listener.close()
+        taken.memory.close()
