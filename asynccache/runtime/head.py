@@ -250,6 +250,8 @@ class Head:
             LOG.warning("closed; lost: %d pages neither on the host nor stored, %d not stored", *left)
         else:
             LOG.info("closed")
+        if error is None and self.holders:
+            LOG.warning("leases that were still held when the cache was closed: %d; leave every lease", len(self.holders))
         return CloseReport(left.host, left.storage, error)
 
     async def _save(self, limit: SavingLimit) -> None:

@@ -54,6 +54,15 @@ async def test_what_a_closed_cache_could_not_save_is_a_warning(
 
 
 @pytest.mark.asyncio
+async def test_leases_that_nobody_has_left_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncCache(config(tmp_path)) as cache:
+        lease = await cache.lease(PROMPT).__aenter__()
+        await cache.keep(list(range(40)))
+    assert lease.cached == 0
+    assert "leases that were still held when the cache was closed: 1; leave every lease" in caplog.messages
+
+
+@pytest.mark.asyncio
 async def test_statistics_read_as_a_table_with_the_hit_ratio(tmp_path: Path) -> None:
     async with AsyncCache(config(tmp_path)) as cache:
         assert cache.statistics().lookups.hit_ratio == 0
