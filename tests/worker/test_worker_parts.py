@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from asynccache import CacheConfig, ConfigError, Full, Replicated, Sidecar
 from asynccache.core.keys import HASH_BYTES
@@ -43,9 +44,21 @@ def pools() -> PoolMap:
     return PoolMap(SPECS, 1, {"full": Host(), "side": Host()})
 
 
+OPENED: list[CpuDevice] = []
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    """Devices are closed after each test, so that none of their threads is left."""
+    yield
+    while OPENED:
+        await OPENED.pop().aclose()
+
+
 def worker(store: object, mapped: PoolMap) -> LocalWorker:
     """A worker on the CPU that has ``store`` for its stores, and ``mapped`` for its host pages."""
-    mover = Mover(CpuDevice(), SPECS)
+    OPENED.append(CpuDevice())
+    mover = Mover(OPENED[-1], SPECS)
     return LocalWorker(mover, mapped, cast("Any", store), StoreLayout({}, b""), takes_stores=True, own_device=True)
 
 
