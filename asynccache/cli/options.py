@@ -272,8 +272,9 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
         replay=("N|all|none", "tokens that the host has room for (L2), as for L1; none: no host tier"))] = 49_152
     swa_ratio: Annotated[Share, option("R", "room for swa as a share of the room for full")] = 0.5
     storage: Annotated[str | tuple[str, ...] | None, option(
-        "URL", "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, "
-               "gs://..., az://..., mooncake://HOST:PORT; given again: a farther store", several=True, parse=_storage,
+        "URL", "L3: none, file:PATH?capacity=10GiB, host:PATH, memory:, redis://HOST, rediss://HOST, "
+               "s3://BUCKET/PREFIX, gs://..., az://..., mooncake://HOST:PORT; given again: a farther store",
+        several=True, parse=_storage,
     )] = "memory:?capacity=1GiB"  # fmt: skip
     concurrency: Annotated[Concurrency, option("N", "requests that run at the same time")] = 32
     decode_tokens: Annotated[Amount, option("N", "decode at most N tokens of each output")] = 256
