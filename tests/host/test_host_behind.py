@@ -142,7 +142,7 @@ async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_rea
 
 @pytest.mark.asyncio
 async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind_module, "LATE", 0.2)
+    monkeypatch.setattr(behind_module, "LATE", 0.5)
     path, keys = socket_path(), keys_of(20)
     async with gated(path, tmp_path) as (server, gate):
         backend = await client(path)
@@ -150,13 +150,13 @@ async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pyte
         stored = await put_all(backend, keys)
         began = time.monotonic()
         assert await backend.exists([*keys, page_key("none")]) == [HIT] * 20 + [FAILED]
-        assert time.monotonic() - began < 1.0
-        await asyncio.sleep(0.25)
+        assert time.monotonic() - began < 2.0
+        await until(lambda: bool(store_of(server).late))
         for _ in range(5):  # it is late now, so nobody waits
             began = time.monotonic()
             results, _ = await get_all(backend, [*keys, page_key("none")])
             assert results == [HIT] * 20 + [FAILED]
-            assert time.monotonic() - began < 0.15
+            assert time.monotonic() - began < 0.45
         more = [PageKey("full", bytes([n, 1]) * 16) for n in range(200)]
         for at in range(0, 200, 50):
             await put_all(backend, more[at : at + 50])
