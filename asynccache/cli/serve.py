@@ -15,6 +15,7 @@ import asyncio
 import gc
 import json
 import logging
+import resource
 import signal
 import sys
 import time
@@ -36,6 +37,7 @@ from asynccache.storage import Size, parse_host_port, parse_size
 LINE_EVERY, PANEL_EVERY = 60.0, 1.0
 LONGEST_BEHIND = 64 << 20
 METRICS_PATIENCE = 10.0
+MOST_FILES = 1 << 16
 
 LOG = logging.getLogger("asynccache.host")
 
@@ -135,6 +137,7 @@ def execute(options: Options) -> int:
     log, handler = logging.getLogger("asynccache"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
+    _allow_descriptors()
     try:
         if not options.quiet:
             log.addHandler(handler)
@@ -144,6 +147,15 @@ def execute(options: Options) -> int:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+def _allow_descriptors() -> None:
+    """Allow this process as many file descriptors as it may have: a client takes three, and the stores some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _loop_factory() -> Any:

@@ -18,6 +18,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import gcd, inf
 from random import Random
@@ -172,7 +173,7 @@ class Verification:
 
         Raises:
             ConfigError: an option cannot be used, or a command failed.
-        EngineError: the server cannot be verified.
+            EngineError: the server cannot be verified.
         """
         await self._look()
         await self._learn()
@@ -361,7 +362,12 @@ class Verification:
             for turn in range(TURNS):
                 self._tell(f"turns: {i * TURNS + turn} of {TALKS * TURNS}")
                 probe = Probe(self.models[0], text, f"turn {turn + 1}", together=i % 2 == 1)
-                said = await self._ask(probe)
+                try:
+                    said = await self._ask(probe)
+                except EngineError as error:
+                    if last is None or not 400 <= error.status < 500:
+                        raise
+                    break  # the context does not hold this turn
                 if said.prompt + self.options.new_tokens > self._context:
                     break
                 probe.cold = await self._ask(probe, cold=True)
@@ -489,7 +495,8 @@ async def _run(command: str, seconds: float) -> None:
             raise ConfigError(f"{command!r} took longer than {seconds:g} s (--wait)") from None
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended, and nobody has heard of that yet
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         said.seek(0)
         if status:

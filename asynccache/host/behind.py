@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from asynccache.errors import AsyncCacheError, BackendError
-from asynccache.host.memory import HostMemory
+from asynccache.host.memory import UNIT, HostMemory
 from asynccache.host.pages import HostLabel, HostPage, PageTable, Writer
 from asynccache.storage import (
     RECORD_SCHEMA,
@@ -51,7 +51,7 @@ from asynccache.storage.url import check_name
 LATE = 1.0
 WRITERS = 4
 BATCH_PAGES = 64
-BATCH_BYTES = 16 << 20
+BATCH_BYTES, BATCH_SHARE = 16 << 20, 32
 MOST_WAITING = 1 << 20
 MOST_SUSPECTS = 1 << 14
 DRAIN = 30.0
@@ -193,7 +193,7 @@ class StoresBehind:
         for store in self.stores:
             if store.options.write and pages:
                 store.waiting.extend(pages)
-                while len(store.waiting) > MOST_WAITING:
+                while len(store.waiting) > min(MOST_WAITING, self._table.layout.slots):  # more are evicted by now
                     store.waiting.popleft()
                     store.counts["dropped"] += 1
                 store.quiet.clear()
@@ -207,7 +207,8 @@ class StoresBehind:
                     store.quiet.set()
                 await store.news.wait()
             batch, size = list[HostPage](), 0
-            while store.waiting and len(batch) < BATCH_PAGES and size < BATCH_BYTES:
+            most = min(BATCH_BYTES, self._table.layout.units * UNIT // BATCH_SHARE)  # a batch that hangs is pinned
+            while store.waiting and len(batch) < BATCH_PAGES and size < most:
                 page = store.waiting.popleft()
                 if page.stored:
                     page.pins += 1

@@ -337,10 +337,10 @@ class HostServer:
         sock.setblocking(False)
         try:
             peer = self._admitted(sock)
-        except (OSError, Unavailable) as error:
+        except (OSError, ConfigError, Unavailable) as error:
             LOG.warning("a connection was refused: %s", error)
             with suppress(OSError):
-                sock.send(wire.frame(wire.Refused(0, str(error))))
+                sock.send(wire.frame(wire.Refused(0, str(error), for_now=not isinstance(error, ConfigError))))
             sock.close()
             return
         client = HostClient(self, sock, peer)
@@ -366,12 +366,12 @@ class HostServer:
                 raise
 
     def _admitted(self, sock: socket.socket) -> Peer:
-        """Return the process at the other end. Raises Unavailable: it is not to be served, and why."""
+        """Return the process at the other end. Raises ConfigError: it is not to be served; Unavailable: not now."""
         if len(self._clients) >= MOST_CLIENTS:
             raise Unavailable(f"there are {MOST_CLIENTS} connections already")
         pid, uid, gid = peer_of(sock)
         if uid not in (0, os.geteuid()) and (self._group is None or self._group not in (gid, *groups_of(sock))):
-            raise Unavailable(f"the host process is of user {os.geteuid()}, and the client of user {uid}")
+            raise ConfigError(f"the host process is of user {os.geteuid()}, and the client of user {uid}")
         pidfd = pidfd_of(sock, pid)
         key = pid or -os.fstat(pidfd).st_ino
         known = self._peers.get(key)

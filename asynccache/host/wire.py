@@ -73,10 +73,11 @@ class Welcomed(HostMessage):
 
 
 class Refused(HostMessage):
-    """The server will not do this (``number``), or have this client (0)."""
+    """The server will not do this (``number``), or have this client (0). ``for_now``: it may have it later."""
 
     number: int
     why: str
+    for_now: bool = False
 
 
 class Exist(HostMessage):

@@ -263,6 +263,14 @@ def test_a_prompt_that_the_context_does_not_hold_is_refused() -> None:
         assert "are more than the server's context of 1024 tokens" in refused(url, "--length", "1020")
 
 
+def test_conversations_end_where_the_context_does(tmp_path: Path) -> None:
+    with serving(parts()) as url:
+        status, report = verified(url, tmp_path, "--length", "64", "--new-tokens", "400", "--prompts", "1")
+    assert status == 0, report
+    [turns] = [tier for tier in report["tiers"] if tier["tier"] == "turns"]
+    assert 0 < turns["prompts"] < 6
+
+
 @pytest.mark.slow
 def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server in a process of its own, which a command restarts, as an operator's would."""

@@ -349,3 +349,17 @@ async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_
         await reading
         assert (await get_all(backend, keys))[0] == [MISS] * 3
         await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_takes_nothing_has_no_more_pages_waiting_than_the_memory_can_hold(tmp_path: Path) -> None:
+    path = socket_path()
+    async with gated(path, tmp_path, memory=1 << 20) as (server, gate):
+        backend = await client(path)
+        gate.shut = {"put"}
+        for at in range(0, 600, 20):
+            await put_all(backend, keys_of(600)[at : at + 20])
+        store = store_of(server)
+        assert len(store.waiting) <= server.table.layout.slots == 128
+        assert store.counts["dropped"] + len(store.waiting) + store.writing + store.counts["evicted"] > 300
+        await backend.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -335,3 +336,18 @@ async def test_who_dies_while_the_memory_is_handed_over_is_freed_by_whoever_goes
             taken.confirm()
         taken.listener.close()
         taken.memory.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_may_have_as_many_descriptors_as_the_machine_allows() -> None:
+    """With the usual soft limit of 1024 the fourth hundred of clients would take those of the stores."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with server_process(socket_path()) as server:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await server.counts()
+            allowed, _ = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert allowed == min(1 << 16, hard)

@@ -192,7 +192,7 @@ class HostConnection:
                 await loop.sock_sendall(sock, wire.frame(wire.Greeting(wire.VERSION, wire.OLDEST, self._label)))
                 welcome = await _welcome(loop, sock, descriptors)
             if isinstance(welcome, wire.Refused):
-                raise self._no(welcome.why)
+                raise Unavailable(welcome.why) if welcome.for_now else self._no(welcome.why)
             if not wire.OLDEST <= welcome.version <= wire.VERSION:
                 raise self._no(f"it speaks version {welcome.version}, and we {wire.OLDEST} to {wire.VERSION}")
             if self._mapping is None or self._mapping[0] != welcome.boot:
