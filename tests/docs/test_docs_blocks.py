@@ -60,7 +60,7 @@ EXCEPTIONS = {
     ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),
 }
 # Blocks that are drawings, not code.
-DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 2}
+DRAWINGS = {"docs/design.md": 2}
 PATIENCE = 120.0
 LONG = re.compile(r"\b(stress|replay|bench|make|plan|openai_server|for _ in range)\b")
 
