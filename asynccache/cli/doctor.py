@@ -96,7 +96,8 @@ def examine(name: str, folder: str = ".") -> Report:
         "machine": platform.machine(), "cores": os.cpu_count(), "core": compiled.CORE, "core_why": compiled.WHY or None,
         "torch": _version("torch"), "uvloop": _version("uvloop"),
         "extras": {extra: all(_version(_NAME.findall(one)[0]) for one in brings) for extra, brings in BRINGS.items()},
-        "memory": {"bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}, "disk": disk(folder),
+        "memory": {"bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "huge_bytes": huge_pages()},
+        "disk": disk(folder),
         "cupy": None, "cupy_cuda": None, "torch_cuda": None, "driver": None, "devices": 0, "missing": None,
         "nvrtc": None, "limits": {"memlock": soft, "memlock_hard": hard, "available_bytes": None},
     }  # fmt: skip
@@ -121,6 +122,13 @@ def examine(name: str, folder: str = ".") -> Report:
         except (AsyncCacheError, MemoryError) as error:
             report["error"] = first_line(error)
     return report
+
+
+def huge_pages() -> int:
+    """Return the bytes of the huge pages of 2 MiB that are reserved and free, which a host process can use."""
+    with suppress(OSError, ValueError):
+        return int(FilePath("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text()) * (2 << 20)
+    return 0
 
 
 def _version(package: str) -> str | None:
@@ -236,7 +244,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"core      {report['core']}{': ' + report['core_why'] if report['core_why'] else ''}"
     limit, disk = report["limits"], report["disk"]
     free = "" if limit["available_bytes"] is None else f", of which {spelled(limit['available_bytes'])} can be had"
-    yield f"memory    {spelled(report['memory']['bytes'])}{free}"
+    huge = report["memory"]["huge_bytes"]
+    hosts = f", and {spelled(huge)} of free huge pages, for asynccache serve --huge" if huge else ""
+    yield f"memory    {spelled(report['memory']['bytes'])}{free}{hosts}"
     if "free_bytes" in disk:
         direct = "with" if disk["direct"] else "without"
         yield (f"disk      {spelled(disk['free_bytes'])} free of {spelled(disk['bytes'])}, {direct} O_DIRECT, "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import signal
 import sys
@@ -22,8 +23,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Self
 
-from asynccache.cli.options import CommandOptions, Quiet, option
-from asynccache.cli.output import number, percent, size
+from asynccache.cli.options import CommandOptions, Json, Quiet, option
+from asynccache.cli.output import number, percent, size, write
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import HostMemory
@@ -34,6 +35,9 @@ from asynccache.storage import Size, parse_host_port, parse_size
 
 LINE_EVERY, PANEL_EVERY = 60.0, 1.0
 LONGEST_BEHIND = 64 << 20
+METRICS_PATIENCE = 10.0
+
+LOG = logging.getLogger("asynccache.host")
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -54,6 +58,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                                         "memory, with all pages, and its socket", const=True)] = False
     config: Annotated[str | None, option("FILE", "read options from this TOML file, by their names here; those that "
                                                  "are given here win")] = None
+    json: Annotated[Json, option(
+        "PATH|-", "write all counters as a line of JSON a minute to a file, or to standard output (-) instead of the "
+                  "text", const="-")] = None
     quiet: Quiet = False
 
     @classmethod
@@ -125,13 +132,18 @@ def execute(options: Options) -> int:
         ConfigError: an option cannot be used, or somebody else listens there.
         BackendError: a store cannot be opened.
     """
-    if not options.quiet:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logging.getLogger("asynccache").addHandler(handler)
-        logging.getLogger("asynccache").setLevel(logging.INFO)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(options))
+    log, handler = logging.getLogger("asynccache"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = log.level
+    try:
+        if not options.quiet:
+            log.addHandler(handler)
+            log.setLevel(logging.INFO)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(options))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _loop_factory() -> Any:
@@ -155,7 +167,7 @@ async def _serve(options: Options) -> int:
     for number_of in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number_of, stop)
     taken = await asyncio.to_thread(take_over, options.path) if options.replace else None
-    memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken[0].memory
+    memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
     if taken is not None and memory.layout.size != options.memory:
         print(f"asynccache: the memory that was taken over has {size(memory.layout.size)}", file=sys.stderr)
     stores, behind = options.stores, None
@@ -164,16 +176,20 @@ async def _serve(options: Options) -> int:
         await behind.open()
     server = HostServer(options.path, memory, behind=behind, group=options.group, limits=options.limits)
     try:
-        await server.open(None if taken is None else taken[0])
-        if taken is not None:
-            taken[1]()
+        await server.open(taken)
         gc.freeze()  # what is there by now stays, so it need not be looked through again
         gc.set_threshold(50_000, 50, 1000)  # pages are no garbage, and there are many of them
         async with AsyncExitStack() as parts:
             if options.metrics is not None:
                 from asynccache.host.metrics import serve_metrics
 
-                await parts.enter_async_context(serve_metrics(server, options.metrics))
+                patience = 0.0 if taken is None else METRICS_PATIENCE  # the other one listens there, and is ending
+                try:
+                    await parts.enter_async_context(serve_metrics(server, options.metrics, patience=patience))
+                except ConfigError as error:
+                    if taken is None:
+                        raise
+                    LOG.error("all pages were taken over; going on without metrics: %s", error)
             if not options.quiet:
                 shown = loop.create_task(_show(server, options))
                 parts.callback(shown.cancel)
@@ -188,8 +204,8 @@ async def _serve(options: Options) -> int:
 
 async def _show(server: HostServer, options: Options) -> None:
     """Show what the server does until cancelled: a panel on a terminal, a line a minute elsewhere."""
-    began, last = time.monotonic(), dict(server.counts())
-    if sys.stderr.isatty():
+    began, last = time.monotonic(), server.counts()
+    if sys.stderr.isatty() and options.json is None:
         with suppress(ImportError):  # rich is optional here
             await _live(server, options, began)
     print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)}", file=sys.stderr, flush=True)
@@ -198,6 +214,13 @@ async def _show(server: HostServer, options: Options) -> None:
         now = server.counts()
         for sentence in server.long_reserved():
             print(sentence, file=sys.stderr)
+        if options.json is not None:
+            line = json.dumps({"time": round(time.time(), 3), **now}) + "\n"
+            if options.json == "-":
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                continue
+            await asyncio.to_thread(write, options.json, line, mode="a")
         print(" · ".join(f"{name} {text}" for name, text in rows(now, last, LINE_EVERY)), file=sys.stderr, flush=True)
         last = now
 

@@ -22,8 +22,8 @@ from asynccache.core.plan import Failing, More, Outcome, Plan, Status, Wait
 from asynccache.core.prefetch import (
     Begin,
     PrefetchBegun,
-    Prefetches,
     PrefetchInFlight,
+    PrefetchOperations,
     PrefetchShape,
     Skip,
     Taken,
@@ -81,7 +81,7 @@ class CacheCore:
         self._matches = Matches(self.world)
         self._leases = Leases(self.world, self._transfers, self._matches)
         self._commits = Commits(self.world, self._transfers, self._matches)
-        self._prefetches = Prefetches(self.world, self._transfers, self._matches)
+        self._prefetches = PrefetchOperations(self.world, self._transfers, self._matches)
         self._invalidation = Invalidation(self.world, self._transfers.room)
         self.explanations = Explanations(self.world, self._matches)
 
@@ -274,7 +274,7 @@ class CacheCore:
                 op = self.world.ledger.ops.get(outcome.op)
                 if op is not None and op.kind is COMPUTE and not op.doomed:
                     self._leases.fail_computing(op)
-        self._transfers.complete(known)
+        self._transfers.note_outcomes(known)
         return self.follow_up()
 
     def follow_up(self) -> Plan:

@@ -177,7 +177,7 @@ class PrefetchInFlight:
         return slots[:size]
 
 
-class Prefetches:
+class PrefetchOperations:
     """The prefetches of one world."""
 
     def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:

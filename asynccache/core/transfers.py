@@ -323,7 +323,7 @@ class Transfers:
 
     # outcomes
 
-    def complete(self, outcomes: Sequence[Outcome]) -> None:
+    def note_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         """Note ``outcomes``, which ``settle`` applies."""
         self._outcomes.extend(outcomes)
 

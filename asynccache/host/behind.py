@@ -144,7 +144,8 @@ class StoresBehind:
             self.stores.append(StoreBehind(own, options))
         self._table: PageTable
         self._memory: HostMemory | None = None
-        self._reader = Writer("reads of stores")
+        self.reader = Writer("reads of stores")
+        """Who has what is being read into reserved."""
         self._reads: dict[bytes, asyncio.Task[dict[bytes, int]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._suspects: dict[bytes, None] = {}
@@ -282,7 +283,7 @@ class StoresBehind:
             asked = await store.asks("ask", [keys[i] for i in at], store.backend.exists)
             _take_over(codes, at, [Result.MISS if answer is Result.HIT else answer for answer in asked])
             there = [i for i, answer in zip(at, asked, strict=True) if answer is Result.HIT]
-            places = [(i, self._table.reserve(self._reader, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
+            places = [(i, self._table.reserve(self.reader, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
             reads = [(i, page) for i, page in places if page is not None]
             _take_over(codes, [i for i, page in places if page is None], None)
             if reads:
@@ -309,10 +310,10 @@ class StoresBehind:
                     continue
                 codes[i] = int(answer)
                 if answer is Result.HIT:
-                    table.publish(self._reader, page.slot, self._now())
+                    table.publish(self.reader, page.slot, self._now())
             store.counts["read"] += answers.count(Result.HIT)
         finally:
-            table.give_back(self._reader, [page.slot for _, page in reads])
+            table.give_back(self.reader, [page.slot for _, page in reads])
         if bad:
             store.counts["corrupt"] += len(bad)
             await store.guard.answers("drop", bad, store.backend.delete)
@@ -335,6 +336,7 @@ class StoresBehind:
             for i, answer in zip(at, answers or [Result.FAILED] * len(keys), strict=True):
                 if answer is Result.FAILED or codes[i] == MISS:
                     codes[i] = int(answer)
+        self._deleted.update(key for key in keys if key in self._reads)  # they may have read it before it was deleted
 
     async def clear(self) -> str:
         """Delete all pages of all stores. Returns what went wrong, if anything did."""
@@ -343,7 +345,10 @@ class StoresBehind:
             store.waiting.clear()
             if not await store.has_written(None, DRAIN):
                 return f"{store.options.name}: a write does not end"
-        return await self._each("clear")
+        try:
+            return await self._each("clear")
+        finally:
+            self._deleted.update(self._reads)
 
     async def flush(self) -> str:
         """Write what waits, and make it as safe as the stores can. Returns what went wrong, if anything did."""

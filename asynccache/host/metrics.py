@@ -8,6 +8,7 @@ machines can reach it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 
@@ -58,8 +59,9 @@ def _lines(server: HostServer) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def serve_metrics(server: HostServer, address: str) -> AsyncIterator[str]:
+async def serve_metrics(server: HostServer, address: str, *, patience: float = 0.0) -> AsyncIterator[str]:
     """Serve the counters at ``address`` (``HOST:PORT``) as long as this lasts. Gives the address that it listens at.
+    ``patience``: for how many seconds it tries again while somebody else listens there.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -85,10 +87,15 @@ async def serve_metrics(server: HostServer, address: str) -> AsyncIterator[str]:
             open_now.discard(writer)
             writer.transport.abort()
 
-    try:
-        listener = await asyncio.start_server(answer, where.host, where.port, limit=MOST_HEAD)
-    except OSError as error:
-        raise ConfigError(f"metrics={address}: cannot listen there: {error.strerror or error}") from None
+    until = time.monotonic() + patience
+    while True:
+        try:
+            listener = await asyncio.start_server(answer, where.host, where.port, limit=MOST_HEAD)
+            break
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise ConfigError(f"metrics={address}: cannot listen there: {error.strerror or error}") from None
+        await asyncio.sleep(0.05)
     try:
         host, port = listener.sockets[0].getsockname()[:2]
         yield f"{host}:{port}"

@@ -28,6 +28,8 @@ LONGEST_SHARE = 8
 """A page takes at most this part of the memory."""
 MOST_QUOTA, LEAST_QUOTA = 512 << 20, 64 << 20
 QUOTA_SHARE = 8
+MOST_SCANNED = 1 << 16
+"""Slots that are looked at in one go: millions would keep all clients waiting."""
 
 
 class HostLabel:
@@ -38,6 +40,7 @@ class HostLabel:
         self.limit = limit
         self.pages = 0
         self.bytes = 0
+        self.reserved = 0
         self.counts: Counter[str] = Counter()
         self.order: OrderedDict[bytes, HostPage] = OrderedDict()  # only kept if there is a limit
 
@@ -170,6 +173,7 @@ class PageTable:
         self._shared[slot] = page.generation  # again: a client may have written there
         writer.reserved[slot] = page
         writer.bytes += size
+        label.reserved += length
         self.reserved_bytes += size
         return page
 
@@ -203,6 +207,7 @@ class PageTable:
         page = writer.reserved.pop(slot, None)
         if page is not None:
             writer.bytes -= page.units * UNIT
+            page.label.reserved -= page.length
             self.reserved_bytes -= page.units * UNIT
         return page
 
@@ -246,7 +251,10 @@ class PageTable:
 
     def _keep_limit(self, label: HostLabel, length: int) -> bool:
         assert label.limit is not None
-        while label.bytes + length > label.limit:
+        room = label.limit - label.reserved - length
+        if room < 0:
+            return False  # also without all that is stored
+        while label.bytes > room:
             page = next((page for page in label.order.values() if not page.pins), None)
             if page is None:
                 return False
@@ -287,13 +295,14 @@ class PageTable:
     def listed(self, slot: int, most: int) -> tuple[list[HostPage], int]:
         """Return up to ``most`` stored pages in the slots from ``slot`` on, and the slot after these; -1: the end."""
         found: list[HostPage] = []
-        for at in range(slot, len(self._in_slot)):
+        end = min(len(self._in_slot), slot + MOST_SCANNED)
+        for at in range(slot, end):
             page = self._in_slot[at]
             if page is not None and page.stored:
                 if len(found) == most:
                     return found, at
                 found.append(page)
-        return found, -1
+        return found, end if slot < end < len(self._in_slot) else -1
 
     def generations(self) -> bytes:
         """Return the generation of every slot that was ever used, 8 bytes each."""
@@ -333,6 +342,7 @@ class PageTable:
             page = page_of(one)
             writer.reserved[one.slot] = page
             writer.bytes += page.units * UNIT
+            page.label.reserved += page.length
             self.reserved_bytes += page.units * UNIT
         self._slots = [slot for slot, page in enumerate(self._in_slot) if page is None]
         self._extents.give_all_but(places, usable)

@@ -15,13 +15,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.errors import AsyncCacheError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
@@ -30,12 +30,13 @@ from asynccache.host.session import HostSession
 from asynccache.host.sockets import group_id, groups_of, listening_socket, peer_of, pidfd_of
 
 GREETING_TIME = 5.0
+ACCEPT_AGAIN = 0.5
 MOST_CLIENTS = 1024
 MOST_LABELS = 1000
 MOST_UNREAD = 4 << 20
 MOST_IN_FLIGHT = 256
 LONG_RESERVED = 30.0
-HAND_OVER_PATIENCE = 2.0
+HAND_OVER_PATIENCE, HEIR_PATIENCE = 2.0, 30.0
 MOST_DESCRIPTORS = 200
 COUNTERS = ("hits", "misses", "asked_hits", "stored", "evicted", "over_limit", "no_room", "damaged", "malformed",
             "died", "freed_by_death")  # fmt: skip
@@ -69,17 +70,22 @@ class Snapshot(msgspec.Struct, array_like=True):
 
 
 class Inherited:
-    """What was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds."""
+    """What was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds.
+    ``confirm`` makes the other one end, and raises ConfigError if that has gone on; it blocks."""
 
-    def __init__(self, snapshot: Snapshot, memory: HostMemory, listener: socket.socket, pidfds: list[int]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, memory: HostMemory, listener: socket.socket, pidfds: list[int],
+        confirm: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.snapshot = snapshot
         self.memory = memory
         self.listener = listener
         self.pidfds = pidfds
+        self.confirm = confirm
 
 
 class HostClient(asyncio.Protocol):
-    """One connection. ``ended`` is set when it has ended."""
+    """One connection. ``begun``: it has a transport. ``ended`` is set when it has ended."""
 
     def __init__(self, server: HostServer, sock: socket.socket, peer: Peer) -> None:
         self.peer = peer
@@ -92,16 +98,20 @@ class HostClient(asyncio.Protocol):
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
+        self._over = self.begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = transport  # type: ignore[assignment]
+        self.begun = True
         self._transport.set_write_buffer_limits(MOST_UNREAD)
         self._timer = asyncio.get_running_loop().call_later(GREETING_TIME, self.abort)
+        if self._over:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Answer the requests that are whole by now."""
-        if self._server.handed_over and self is not self._server.heir:
+        if self._over or (self._server.handed_over and self is not self._server.heir):
             return  # the next server answers; this connection ends soon
         try:
             for body in self._frames.feed(data):
@@ -109,12 +119,16 @@ class HostClient(asyncio.Protocol):
                     self._greet(wire.read_greeting(body))
                 else:
                     self._answer(self.session, wire.read_request(body))
-                if self._transport.is_closing():
-                    return
+                if self._transport.is_closing() or self._has_enough:
+                    return  # the rest stays with the frames
         except (wire.Malformed, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._server.table.counts["malformed"] += 1
             LOG.warning("%s sends what is no request, and is left alone: %s", self.peer.writer.name, error)
             self.abort()
+
+    @property
+    def _has_enough(self) -> bool:
+        return self._paused or len(self._tasks) >= MOST_IN_FLIGHT
 
     def pause_writing(self) -> None:
         """The client does not read its answers: take no more of its requests."""
@@ -130,13 +144,16 @@ class HostClient(asyncio.Protocol):
         """Free what can be freed now."""
         if self._timer is not None:
             self._timer.cancel()
+        self._over = True
         self.ended.set()
         self._server.lost(self)
         self._sock.close()
 
     def abort(self) -> None:
-        """End the connection now."""
-        self._transport.abort()
+        """End the connection now, or as soon as it begins."""
+        self._over = True
+        if self.begun:
+            self._transport.abort()
 
     def _greet(self, greeting: wire.Greeting) -> None:
         server = self._server
@@ -161,6 +178,10 @@ class HostClient(asyncio.Protocol):
 
     def _answer(self, session: HostSession, request: wire.Requests) -> None:
         if isinstance(request, wire.TakeOver):
+            if peer_of(self._sock)[1] not in (0, os.geteuid()):  # of the group: it may use the memory, and not have it
+                why = "only the host process's own user may take over"
+                self._transport.write(wire.frame(wire.Refused(request.number, why)))
+                return
             self._begin(self._server.hand_over(self, request.number))
             return
         session.draining = self._server.draining
@@ -190,8 +211,10 @@ class HostClient(asyncio.Protocol):
         self._flow()
 
     def _flow(self) -> None:
-        if not self._paused and len(self._tasks) < MOST_IN_FLIGHT and not self._transport.is_closing():
+        if not self._has_enough and not self._transport.is_closing():
             self._transport.resume_reading()
+            if self._frames.held:
+                asyncio.get_running_loop().call_soon(self.data_received, b"")
 
     def send(self, data: bytes) -> None:
         """Send bytes as they are."""
@@ -230,6 +253,7 @@ class HostServer:
         self.closed = asyncio.Event()
         self._group = None if group is None else group_id(group)
         self._listener: socket.socket | None = None
+        self._listens = False
         self._peers: dict[int, Peer] = {}
         self._clients: set[HostClient] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -242,13 +266,14 @@ class HostServer:
         """Begin to listen. What was ``inherited`` from another server is there at once.
 
         Raises:
-            ConfigError: the socket cannot be used, or somebody listens there.
+            ConfigError: the socket cannot be used, somebody listens there, or the other server has gone on.
         """
         if inherited is None:
             self._listener = listening_socket(self.path, self._group, MOST_CLIENTS)
         else:
             self._listener = inherited.listener
             self._inherit(inherited)
+            await asyncio.to_thread(inherited.confirm)  # before anything in the memory changes
         if self.behind is not None:
             self.behind.use(self.table, self.memory)
         self._listener.setblocking(False)
@@ -258,12 +283,14 @@ class HostServer:
         if not self.table.usable:
             raise ConfigError(f"memory={self.memory.layout.size}: this machine, or its container, has none to give")
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+        self._listens = True
 
     def _inherit(self, inherited: Inherited) -> None:
         snapshot, owed = inherited.snapshot, list[tuple[Writer, KeptPage]]()
         for (key, name, pages), pidfd in zip(snapshot.reserved, inherited.pidfds, strict=True):
             peer = self._peer(key, pidfd, name)
             peer.owes = True
+            peer.writer.since = time.monotonic()
             owed += [(peer.writer, page) for page in pages]
         self.boot = snapshot.boot
         generations = memoryview(snapshot.generations).cast("Q").tolist()
@@ -297,29 +324,46 @@ class HostServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with suppress(BlockingIOError, InterruptedError, ConnectionError):
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
-            try:
-                peer = self._admitted(sock)
-            except (OSError, Unavailable) as error:
-                LOG.warning("a connection was refused: %s", error)
-                with suppress(OSError):
-                    sock.send(wire.frame(wire.Refused(0, str(error))))
-                sock.close()
-                return
-            client = HostClient(self, sock, peer)
-            peer.clients.add(client)
-            self._clients.add(client)
-            self._begin(self._connected(client, sock))
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:  # such as no file descriptors: it would fail again at once, and again
+            LOG.warning("no connection can be accepted for %g s: %s", ACCEPT_AGAIN, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_AGAIN, self._accept_again)
+            return
+        sock.setblocking(False)
+        try:
+            peer = self._admitted(sock)
+        except (OSError, Unavailable) as error:
+            LOG.warning("a connection was refused: %s", error)
+            with suppress(OSError):
+                sock.send(wire.frame(wire.Refused(0, str(error))))
+            sock.close()
+            return
+        client = HostClient(self, sock, peer)
+        peer.clients.add(client)
+        self._clients.add(client)
+        self._begin(self._connected(client, sock))
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0 and not self.handed_over:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def _connected(self, client: HostClient, sock: socket.socket) -> None:
+        own: socket.socket | None = None
         try:
-            own = socket.socket(fileno=os.dup(sock.fileno()))
+            own = sock.dup()
             await asyncio.get_running_loop().connect_accepted_socket(lambda: client, own)
-        except OSError:
+        except (OSError, asyncio.CancelledError) as error:
             self.lost(client)
             sock.close()
+            if own is not None and not client.begun:
+                own.close()
+            if not isinstance(error, OSError):
+                raise
 
     def _admitted(self, sock: socket.socket) -> Peer:
         """Return the process at the other end. Raises Unavailable: it is not to be served, and why."""
@@ -342,6 +386,9 @@ class HostServer:
         return peer
 
     def _died(self, peer: Peer) -> None:
+        if self.handed_over:  # the memory may be the heir's by now, who hears of it, too
+            asyncio.get_running_loop().remove_reader(peer.pidfd)
+            return
         freed = self.table.end(peer.writer)
         self.table.counts["died"] += 1
         self.table.counts["freed_by_death"] += freed
@@ -400,25 +447,41 @@ class HostServer:
             await self.behind.close()
         loop.remove_reader(self._listener.fileno())
         self.handed_over = True
-        writing = [peer for peer in self._peers.values() if peer.writer.reserved][:MOST_DESCRIPTORS]
-        data = msgspec.msgpack.encode(self._snapshot(writing))
-        client.send_with(
-            [self.memory.fd, self._listener.fileno(), *(peer.pidfd for peer in writing)],
-            wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
-        )
-        client.send(data)
-        await client.ended.wait()
+        writing = [peer for peer in self._peers.values() if peer.writer.reserved]
+        if self.behind is not None and self.behind.reader.reserved:  # a read that hangs may still write there
+            writing.append(Peer(os.getpid(), os.pidfd_open(os.getpid()), self.behind.reader))
+        if len(writing) > MOST_DESCRIPTORS:
+            LOG.warning("%d processes are writing, which are too many to hand over", len(writing))
+            client.abort()
+        else:
+            data = msgspec.msgpack.encode(self._snapshot(writing))
+            client.send_with(
+                [self.memory.fd, self._listener.fileno(), *(peer.pidfd for peer in writing)],
+                wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
+            )
+            client.send(data)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(client.ended.wait(), HEIR_PATIENCE)
         if client.session is not None and client.session.ended_well:
             LOG.info("another host process has taken over")
             self._begin(self.aclose(unlink=False))
             return
-        LOG.warning("the process that was to take over has gone; going on")
+        LOG.warning("the process that was to take over does not; going on")
+        client.abort()
         self.handed_over, self.draining, self.heir = False, False, None
         for other in list(self._clients):
             other.abort()  # requests of theirs were not heard
-        if self.behind is not None:
-            await self.behind.open()
+        if self._listener.fileno() < 0:
+            return  # it was closed meanwhile
         loop.add_reader(self._listener.fileno(), self._accept)
+        for peer in self._peers.values():
+            loop.add_reader(peer.pidfd, self._died, peer)
+        if self.behind is not None:
+            try:
+                await self.behind.open()
+            except AsyncCacheError as error:
+                LOG.error("going on without stores, which cannot be opened again: %s", error)
+                self.behind = None
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
         table = self.table
@@ -428,13 +491,18 @@ class HostServer:
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""
+        heir = self.heir
+        if heir is not None and unlink:  # it is about to have everything, and says who goes on
+            await heir.ended.wait()
+            if heir.session is not None and heir.session.ended_well:
+                await self.closed.wait()
         if self.closed.is_set():
             return
         self.draining = True
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
-            if unlink:
+            if unlink and self._listens and not self.handed_over:
                 with suppress(OSError):
                     os.unlink(self.path)
         own = asyncio.current_task()

@@ -2,7 +2,8 @@
 deaths and lies against it.
 
 A process may have several sessions, one for each of its stores; what it has reserved is the process's (``Writer``), so
-a client whose connection was lost can publish or give back over the next one.
+a client whose connection was lost can publish or give back over the next one. It names a slot with its generation,
+since by then the slot may have been granted again, to another call of the same process.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class HostSession:
         self.label = label
         self.ended_well = False
         self.draining = False
+        self._granted: dict[int, HostPage] = {}  # over this connection, unless it was published or given back since
         self._behind = behind
         self._now = now
         self._clock = clock
@@ -51,11 +53,14 @@ class HostSession:
                 return self._reserve(request)
             case wire.Publish():
                 return self._publish(request)
-            case wire.GiveBack(slots):
-                self.table.give_back(self.writer, slots)
+            case wire.GiveBack(slots, generations):
+                pages = [self._pending(*one) for one in zip(slots, generations, strict=False)]
+                self.table.give_back(self.writer, [page.slot for page in pages if page is not None])
                 return None
             case wire.Bye():
                 self.ended_well = True
+                pages = [self._pending(slot, page.generation) for slot, page in list(self._granted.items())]
+                self.table.give_back(self.writer, [page.slot for page in pages if page is not None])
                 return None
             case wire.Remove():
                 return self._remove(request)
@@ -147,15 +152,27 @@ class HostSession:
             else:
                 codes.append(MISS)
                 pages.append(page)
+                self._granted[page.slot] = page
         self._note("no_room", codes.count(FAILED))
         return self._places(ask.number, codes, pages)
 
-    def _publish(self, ask: wire.Publish) -> wire.Verdicts:
+    def _pending(self, slot: int, generation: int) -> HostPage | None:
+        """Return the page that the process has reserved there with this generation, which is about to be published or
+        given back; None: it has no such page any more."""
+        page = self.writer.reserved.get(slot)
+        if page is None or page.generation != generation:
+            return None
+        self._granted.pop(slot, None)
+        return page
+
+    def _publish(self, ask: wire.Publish) -> wire.HostMessage:
+        if len(ask.slots) != len(ask.generations):
+            return wire.Refused(ask.number, "publish: slots and generations differ in number")
         table, writer, now, codes = self.table, self.writer, self._now(), bytearray(len(ask.slots))
         fresh: list[HostPage] = []
         for at in range(len(ask.slots) - 1, -1, -1):  # in reverse: the first page is the one that goes last
-            pending = writer.reserved.get(ask.slots[at])
-            page = table.publish(writer, ask.slots[at], now)
+            pending = self._pending(ask.slots[at], ask.generations[at])
+            page = None if pending is None else table.publish(writer, pending.slot, now)
             codes[at] = FAILED if page is None else HIT
             if page is not None and page is pending:
                 fresh.append(page)
@@ -177,6 +194,10 @@ class HostSession:
 
     async def _remove_behind(self, ask: wire.Remove, codes: bytearray, behind: StoresBehind) -> wire.Verdicts:
         await behind.delete(ask.keys, ask.pools, codes)
+        for key in ask.keys:
+            page = self.table.index.get(key)
+            if page is not None:  # it was read from a store before it was deleted there
+                self.table.drop(page)
         return self.verdicts(ask.number, codes)
 
     def _damaged(self, ask: wire.Damaged) -> wire.HostMessage:
@@ -198,7 +219,12 @@ class HostSession:
         self.table.clear()
         if self._behind is None:
             return self.verdicts(ask.number)
-        return self._after(self._behind.clear(), ask.number)
+        return self._remove_all_behind(ask.number, self._behind)
+
+    async def _remove_all_behind(self, number: int, behind: StoresBehind) -> wire.HostMessage:
+        answer = await self._after(behind.clear(), number)
+        self.table.clear()  # of what was read from a store before it was deleted there
+        return answer
 
     def _secure(self, ask: wire.Secure) -> wire.Verdicts | Awaitable[wire.HostMessage]:
         if self._behind is None:

@@ -21,8 +21,8 @@ def peer_of(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def groups_of(sock: socket.socket) -> list[int]:
-    """Return the other groups of the process at the other end."""
-    data = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4096)
+    """Return the other groups of the process at the other end. Raises OSError: there are more than 256."""
+    data = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 1024)  # Python has no room for more
     return [number for (number,) in struct.iter_unpack("I", data)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 
 import msgspec
 
@@ -14,9 +13,9 @@ from asynccache.host.memory import HostMemory
 from asynccache.host.server import MOST_DESCRIPTORS, Inherited, Snapshot
 
 
-def take_over(path: str, timeout: float = 60.0) -> tuple[Inherited, Callable[[], None]] | None:
-    """Ask the server at ``path`` for all that it has; None if there is none. Returns that, and what to call once it is
-    in use: only then the other one ends, and if it is never called, the other one goes on. It blocks.
+def take_over(path: str, timeout: float = 60.0) -> Inherited | None:
+    """Ask the server at ``path`` for all that it has; None if there is none. The other one ends when that is confirmed,
+    and goes on if it never is. It blocks.
 
     Raises:
         ConfigError: the server there does not hand over.
@@ -29,7 +28,7 @@ def take_over(path: str, timeout: float = 60.0) -> tuple[Inherited, Callable[[],
         data = bytearray()
         while len(data) < count:
             if most:
-                part, found, _, _ = socket.recv_fds(sock, count - len(data), most)
+                part, found, _, _ = socket.recv_fds(sock, count - len(data), most, socket.MSG_CMSG_CLOEXEC)
                 descriptors.extend(found)
             else:
                 part = sock.recv(min(count - len(data), 1 << 20))
@@ -58,6 +57,8 @@ def take_over(path: str, timeout: float = 60.0) -> tuple[Inherited, Callable[[],
         if not isinstance(answer, wire.Inheritance):
             raise OSError(f"it answers {answer}")
         snapshot = msgspec.msgpack.decode(receive(answer.length), type=Snapshot)
+        if len(descriptors) != 2 + len(snapshot.reserved):
+            raise ValueError("descriptors are missing; is their number limited (ulimit -n)?")
         memory = HostMemory(snapshot.layout, descriptors[0], snapshot.allocated)
         listener = socket.socket(fileno=descriptors[1])
     except (OSError, ValueError, msgspec.MsgspecError, IndexError) as error:
@@ -68,6 +69,11 @@ def take_over(path: str, timeout: float = 60.0) -> tuple[Inherited, Callable[[],
 
     def confirm() -> None:
         with sock:
-            sock.sendall(wire.frame(wire.Bye()))
+            try:
+                sock.sendall(wire.frame(wire.Bye()))
+                if sock.recv(1):  # its end says that the other one has heard us; a reset, that it had given us up
+                    raise OSError("it goes on")
+            except OSError as error:
+                raise ConfigError(f"listen=unix:{path}: the host process there has gone on: {error}") from None
 
-    return Inherited(snapshot, memory, listener, descriptors[2:]), confirm
+    return Inherited(snapshot, memory, listener, descriptors[2:], confirm)

@@ -106,16 +106,20 @@ class Reserve(HostMessage):
 
 
 class Publish(HostMessage):
-    """These slots are written. Answer: ``Verdicts``, HIT where the page is stored now."""
+    """These slots are written, which were granted with these generations. Answer: ``Verdicts``, HIT where the page is
+    stored now."""
 
     number: Number
     slots: Numbers
+    generations: Numbers
 
 
 class GiveBack(HostMessage):
-    """These slots will not be written, and nothing copies into them any more. No answer."""
+    """These slots, which were granted with these generations, will not be written, and nothing copies into them any
+    more. No answer. One that comes late, when the slot was published and granted again, frees nothing."""
 
     slots: Numbers
+    generations: Numbers
 
 
 class Bye(HostMessage):
@@ -255,6 +259,11 @@ class Frames:
     def __init__(self, most: int) -> None:
         self.most = most
         self._have = bytearray()
+
+    @property
+    def held(self) -> int:
+        """How many bytes have come that belong to no frame that was yielded."""
+        return len(self._have)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the frames that are whole by now. Raises Malformed: the next one would be too long, or empty."""

@@ -115,11 +115,11 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
         await asyncio.sleep(0)
 
 
-async def run_acks(driver: Driver, then: Callable[[], object]) -> None:
+async def run_acks(driver: Driver, freeze: Callable[[], object]) -> None:
     """The ack task, which applies outcomes and makes the commits of fetches when nobody else comes by: for ever, wait
-    for an ack, take the lock once, apply all that wait by then, and call ``then``. An acquisition for each ack would
-    starve behind calls in slices. What the core leaves to the next slice is done after a turn of the loop.
-    Cancelling it leaves what waits to the next holder of the lock.
+    for an ack, take the lock once, apply all that wait by then, and call ``freeze`` (``Head._freeze``). An acquisition
+    for each ack would starve behind calls in slices. What the core leaves to the next slice is done after a turn of the
+    loop. Cancelling it leaves what waits to the next holder of the lock.
 
     Raises:
         CacheClosed: the cache is closed.
@@ -128,7 +128,7 @@ async def run_acks(driver: Driver, then: Callable[[], object]) -> None:
         driver.take_in_hand(await driver.acks.get())
         async with holding(driver.lock):
             driver.apply_outcomes()
-        then()
+        freeze()
         if driver.core.behind:
             await asyncio.sleep(0)
 

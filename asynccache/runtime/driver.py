@@ -269,33 +269,34 @@ class Nudge(Enum):
 
 
 FetchCommit = Callable[[], Sequence[int]]
-"""Hangs what a fetch has read into the tree, under the tree lock, and returns no operations. Or changes nothing, and
-returns operations of which one must end first."""
+"""``Fetch._commit`` of ``asynccache.runtime.prefetch``, with the end up to which it has read. Under the tree lock it
+hangs what the fetch has read into the tree, and returns no operations. Or it changes nothing, and returns operations of
+which one must end first."""
 
 Ack = Outcome | Failing | FetchCommit | Nudge
 
 
-class Stages(Protocol):
-    """The part that performs the effects of a plan: the head (``asynccache.runtime.head.Head``). No method blocks or
-    fails."""
+class PlanPerformer(Protocol):
+    """What performs the effects of a plan: ``asynccache.runtime.head.Head``, which hands each on to one of its parts.
+    The driver is compiled without the head, so it knows these methods alone. No method blocks or fails."""
 
     def given_back(self) -> None:
-        """Hear that a core call was made, before its plan is performed."""
+        """Hear that a core call was made, before its plan is performed: for the sanitizer."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Take all copies of a plan."""
+        """Take all copies of a plan, for ``EngineBatches.begin``."""
 
     def store(self, backup: BackupStorage) -> None:
-        """Take one backup to storage."""
+        """Take one backup to storage, for ``Backups.put``."""
 
     def publish(self, event: Event) -> None:
-        """Take one KV event."""
+        """Take one KV event, for ``Announcer.put``."""
 
     def note_failures(self) -> None:
-        """Post which batches of the engine are known to have failed."""
+        """Post which batches of the engine are known to have failed: ``EngineBatches.note_failures``."""
 
     def fail(self, error: BaseException) -> None:
-        """Close the cache with ``error``."""
+        """Close the cache with ``error``: ``Supervisor.fail``."""
 
 
 class Driver:
@@ -306,14 +307,14 @@ class Driver:
     is about to be closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is
     closed. ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation.
     ``line``, ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those
-    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call. ``stages``
-    perform the effects of plans.
+    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call. ``head``
+    performs the effects of plans.
     """
 
-    def __init__(self, core: CacheCore, stages: Stages, clock: Callable[[], float]) -> None:
+    def __init__(self, core: CacheCore, head: PlanPerformer, clock: Callable[[], float]) -> None:
         self.core = core
         self.clock = clock
-        self._stages = stages
+        self._head = head
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations()
@@ -364,7 +365,7 @@ class Driver:
         """
         if self.closed is not None:
             self.refuse()
-        self._stages.note_failures()
+        self._head.note_failures()
         if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
@@ -512,7 +513,7 @@ class Driver:
     def _break(self, error: BaseException) -> None:
         """Note that the core's books may be wrong, and close the cache with ``error``."""
         self.broken = True
-        self._stages.fail(error)
+        self._head.fail(error)
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect of ``plan`` to its stage, all copies at once, and wake whoever waits for what has ended or
@@ -523,7 +524,7 @@ class Driver:
         """
         effects, ended, freed = plan
         try:
-            self._stages.given_back()
+            self._head.given_back()
             if effects:
                 self._begin(effects, retiring)
             for op, status in ended:
@@ -562,7 +563,7 @@ class Driver:
         copies: list[Copy] = []
         for effect in effects:
             if isinstance(effect, (Publish, Cleared)):
-                self._stages.publish(effect)
+                self._head.publish(effect)
                 continue
             if isinstance(effect, Compute):  # who made the commit has its batches watched; no pages come with its end
                 continue
@@ -572,7 +573,7 @@ class Driver:
             if isinstance(effect, (BackupHost, BackupStorage)):
                 self.saving.update(began)
             if isinstance(effect, BackupStorage):
-                self._stages.store(effect)
+                self._head.store(effect)
             elif not isinstance(effect, Retire):
                 copies.append(effect)
             elif retiring is None:
@@ -580,7 +581,7 @@ class Driver:
             else:
                 retiring.append(effect.op)
         if copies:
-            self._stages.copy(copies)
+            self._head.copy(copies)
 
     def close(self, cause: BaseException | None) -> None:
         """Refuse every call from now on, and tell everybody who waits here why. ``cause``: the error that closes the

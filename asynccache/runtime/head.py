@@ -117,32 +117,32 @@ class Head:
     def __repr__(self) -> str:
         return f"Head({len(self.holders)} leases, {self.driver!r}, {self.supervisor!r})"
 
-    # what the driver performs plans with
+    # what the driver performs plans with (``PlanPerformer``)
 
     def given_back(self) -> None:
-        """See ``Stages``."""
+        """See ``PlanPerformer``."""
         if self.sanitizer is not None:
             self.sanitizer.given_back()
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """See ``Stages``."""
+        """See ``PlanPerformer``."""
         self.batches.begin(copies)
 
     def store(self, backup: BackupStorage) -> None:
-        """See ``Stages``."""
+        """See ``PlanPerformer``."""
         self.backups.put(backup)
 
     def publish(self, event: Event) -> None:
-        """See ``Stages``."""
+        """See ``PlanPerformer``."""
         if self.announcer is not None:
             self.announcer.put(event)
 
     def note_failures(self) -> None:
-        """See ``Stages``."""
+        """See ``PlanPerformer``."""
         self.batches.note_failures()
 
     def fail(self, error: BaseException) -> None:
-        """See ``Stages``."""
+        """See ``PlanPerformer``."""
         self.supervisor.fail(error)
 
     # what leases ask

@@ -227,12 +227,12 @@ class Lease:
     ``commit`` says how other threads call it."""
 
     __slots__ = (
-        "_arrival", "_ask", "_asked", "_by_layer", "_core", "_entering", "_handle", "_head", "_namespace",
-        "_publishing", "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
+        "_arrival", "_ask", "_asked", "_by_layer", "_core", "_entering", "_head", "_namespace",
+        "_prefetch", "_publishing", "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
     )  # fmt: skip
 
     def __init__(
-        self, head: Head, ask: LeaseRequest, namespace: str | bytes | None, handle: Prefetch | None, wait: bool,
+        self, head: Head, ask: LeaseRequest, namespace: str | bytes | None, prefetch: Prefetch | None, wait: bool,
         timeout: float | None, taken: Taken,
     ) -> None:  # fmt: skip
         self._state = NEW
@@ -240,7 +240,7 @@ class Lease:
         self._ask = ask
         self._namespace = namespace
         self._since = head.namespaces.changes
-        self._handle = handle
+        self._prefetch = prefetch
         self._wait = wait
         self._timeout = timeout
         self._taken = taken
@@ -279,18 +279,18 @@ class Lease:
         if self._since != head.namespaces.changes:  # its namespace was invalidated: it enters the new one
             self._since = head.namespaces.changes
             self._ask = self._ask._replace(space=head.namespaces.space(self._namespace))
-        handle = self._handle
-        if handle is not None and (handle.spent or handle.space != self._ask.space):
-            self._handle = None  # it has had its lease, or was given up: this lease prefetches by itself
+        prefetch = self._prefetch
+        if prefetch is not None and (prefetch.spent or prefetch.space != self._ask.space):
+            self._prefetch = None  # it has had its lease, or was given up: this lease prefetches by itself
         self._state = ENTERING
         try:
             if (
-                self._handle is not None or head.worker.has_stores
+                self._prefetch is not None or head.worker.has_stores
                 or not head.driver.lease_at_once(self._ask, self._granted)
             ):  # fmt: skip
                 with head.span("asynccache.lease", attributes={"asynccache.tokens": self._ask.reserve}):
                     await self._enter()
-            head.lookups.count(self._core, self._ask, self._found(), self._handle)
+            head.lookups.count(self._core, self._ask, self._found(), self._prefetch)
             if head.sanitizer is not None and not self._core.loads:
                 await head.sanitizer.entered(self._core, self._ask.space, self._ask.key)
         except BaseException:
@@ -303,13 +303,13 @@ class Lease:
         """Wait until the lease is granted. Cancelling it gives up the place in line, and the prefetch if the lease has
         begun it itself. Raises as ``__aenter__``."""
         head, ask, driver, line = self._head, self._ask, self._head.driver, self._head.driver.line
-        handle, arrival, held = self._handle, None, False
-        own = handle is None and self._wait and head.worker.has_stores
+        prefetch, arrival, held = self._prefetch, None, False
+        own = prefetch is None and self._wait and head.worker.has_stores
         if own:
-            handle = head.prefetches.begin(ask.space, ask.key)
-        if handle is not None:
-            handle.enter_line()
-            arrival = handle.arrival
+            prefetch = head.prefetches.begin(ask.space, ask.key)
+        if prefetch is not None:
+            prefetch.enter_line()
+            arrival = prefetch.arrival
         ticket = line.ticket()
         place: LinePlace | None = None
 
@@ -320,14 +320,14 @@ class Lease:
 
         self._entering = asyncio.current_task()
         try:
-            if handle is not None and handle.done() and driver.lease_at_once(ask, granted):
+            if prefetch is not None and prefetch.done() and driver.lease_at_once(ask, granted):
                 return
             async with asyncio.timeout(self._timeout):
                 # beside the line, as long as the policy lets the prefetch run
-                if handle is not None:
-                    if own and handle.done():
-                        handle.claim()
-                    await self._prefetched(handle)
+                if prefetch is not None:
+                    if own and prefetch.done():
+                        prefetch.claim()
+                    await self._prefetched(prefetch)
 
                 while True:
                     # an attempt, under the lock
@@ -335,8 +335,8 @@ class Lease:
                         driver.apply_outcomes()
                         stopping = False
                         if not line.must_wait(ticket):
-                            if handle is not None and not handle.done():
-                                stopping = await self._probe(handle)
+                            if prefetch is not None and not prefetch.done():
+                                stopping = await self._probe(prefetch)
                             elif await self._try(granted):
                                 return
 
@@ -355,38 +355,38 @@ class Lease:
                             line.sleep(place)
                     if place is not None:
                         await woken(place)
-                    elif handle is not None:
-                        await handle
+                    elif prefetch is not None:
+                        await prefetch
         finally:
             self._entering = None
             if place is not None:
                 line.leave(place)
-            if handle is not None:
-                counted = handle.leave_line(held)
+            if prefetch is not None:
+                counted = prefetch.leave_line(held)
                 if own:
-                    handle.cancel()
+                    prefetch.cancel()
                 if counted:
-                    handle = arrival = None
+                    prefetch = arrival = None
             if held:
-                self._handle, self._arrival = handle, arrival
+                self._prefetch, self._arrival = prefetch, arrival
 
-    async def _prefetched(self, handle: Prefetch) -> None:
+    async def _prefetched(self, prefetch: Prefetch) -> None:
         """Wait for the prefetch, for as long as the policy says."""
         prefetches = self._head.prefetches
-        if handle.done() or prefetches.policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
+        if prefetch.done() or prefetches.policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
             return
-        until = None if prefetches.policy is PrefetchPolicy.WAIT_COMPLETE else prefetches.deadline(handle)
+        until = None if prefetches.policy is PrefetchPolicy.WAIT_COMPLETE else prefetches.deadline(prefetch)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                await handle
+                await prefetch
 
-    async def _probe(self, handle: Prefetch) -> bool:
+    async def _probe(self, prefetch: Prefetch) -> bool:
         """Under the lock: find out whether the pages could be granted without loading anything, and keep none of them.
         If they could, tell the prefetch to stop, and return True. For a lease that does not wait nothing is found out:
         its prefetch is told to stop if the policy allows that."""
         if not self._wait:
-            if self._head.prefetches.may_stop(handle):
-                handle.tell(Wish.STOP)
+            if self._head.prefetches.may_stop(prefetch):
+                prefetch.tell(Wish.STOP)
             return False
         driver, ask = self._head.driver, self._ask._replace(load=False)
         answer: Grant | Wait
@@ -398,7 +398,7 @@ class Lease:
             raise cancelled
         if isinstance(answer, Wait):
             return False
-        handle.tell(Wish.STOP)
+        prefetch.tell(Wish.STOP)
         return True
 
     async def _try(self, granted: Callable[[Grant], None]) -> bool:
@@ -467,7 +467,7 @@ class Lease:
         event = head.batches.event("release: after", after)
         self._state = RELEASED
         events = self._to_commit if event is None else [event, *self._to_commit]
-        _give_back(head, self._core, self._commits() if events else self._publishing, events, ended)
+        _give_back(head, self._core, self._own_publishing() if events else self._publishing, events, ended)
 
     def __del__(self) -> None:
         """Have the loop give back what the lease holds. The garbage collector calls this in any thread and at any
@@ -478,7 +478,7 @@ class Lease:
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
-            publishing = self._commits() if self._to_commit else self._publishing
+            publishing = self._own_publishing() if self._to_commit else self._publishing
             head.loop.call_soon_threadsafe(_give_back, head, self._core, publishing, self._to_commit, False)
             warnings.warn(
                 f"{what}, was dropped without being released: use 'async with', or release()",
@@ -500,11 +500,11 @@ class Lease:
             raise RuntimeError(f"the lease is {self._state.value}")
         return self._core
 
-    def _commits(self) -> Publishing:
+    def _own_publishing(self) -> Publishing:
         """Return the ``Publishing`` of this lease, which is made when it is first needed."""
         if self._publishing is None:
-            handle = self._handle
-            chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
+            prefetch = self._prefetch
+            chain = prefetch.chain.copy() if prefetch is not None and prefetch.space == self._ask.space else None
             self._publishing = Publishing(self._head, self._core, self._ask, chain)
         return self._publishing
 
@@ -557,7 +557,7 @@ class Lease:
             return cached - loaded, loaded, 0
         device = min(cached, arrival.device)
         host = max(0, min(cached, arrival.host) - device)
-        storage = self._handle.tokens(cached) if self._handle is not None else 0
+        storage = self._prefetch.tokens(cached) if self._prefetch is not None else 0
         return cached - host - storage, host, storage
 
     # loads
@@ -775,25 +775,25 @@ class Lease:
             if core.loads and not self._asked:
                 self._check_loads(core)
                 raise RuntimeError(_NOT_AWAITED)
-            commits = self._commits()
+            publishing = self._own_publishing()
             try:
-                commits.check(key, checkpoint)
+                publishing.check(key, checkpoint)
             except ConfigError:
                 if self._head.sanitizer is not None:
                     self._head.sanitizer.diverged(core)
                 raise
             batch = None if event is None else self._head.worker.batch(event)
             if batch is not None:
-                commits.expect(batch)
+                publishing.expect(batch)
         finally:
             if event is not None:
                 self._to_commit.remove(event)
-        async with commits.order:
+        async with publishing.order:
             if core.loads:
                 await self.loaded()
             if self._head.namespaces.valid(self._namespace, self._since):
-                commits.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
-                await commits.publish(key, checkpoint)
+                publishing.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
+                await publishing.publish(key, checkpoint)
             return self.pages
 
     def adopt(self, after: object | None = None) -> None:

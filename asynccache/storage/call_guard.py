@@ -259,7 +259,7 @@ class CallGuard:
             permit = self.breaker.allow(self._now())
             if permit != REFUSED:
                 timeout = min(self._timeout, self._slow or self._timeout)
-                probe = self._answered("ask", permit, keys[:1], self._ask, timeout)
+                probe = self._call_with_keys("ask", permit, keys[:1], self._ask, timeout)
                 self._probing = asyncio.get_running_loop().create_task(probe, name="asynccache-probe")
         self._counts["refused_calls"] += 1
         return True
@@ -280,7 +280,7 @@ class CallGuard:
         try:
             if self.refuses(keys):
                 return [Result.FAILED] * len(keys)
-            return await self._answered(kind, self.breaker.allow(self._now()), keys, act, self._timeout)
+            return await self._call_with_keys(kind, self.breaker.allow(self._now()), keys, act, self._timeout)
         finally:
             places.release()
 
@@ -292,13 +292,13 @@ class CallGuard:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
 
-        async def made() -> _T:
+        async def with_a_place() -> _T:
             if not await self._takes(self.writes):
                 raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
             try:
                 closed = self.breaker.state is BreakerState.CLOSED  # else a permit would make this call the probe
                 permit = self.breaker.allow(self._now()) if closed else REFUSED
-                return await self._made("other", permit, lambda: _answer(act()), self._timeout)
+                return await self._timed_call("other", permit, lambda: _not_cancelled_inside(act()), self._timeout)
             except BackendError:
                 raise
             except TimeoutError as error:
@@ -308,7 +308,7 @@ class CallGuard:
             finally:
                 self.writes.release()
 
-        return await self.without_buffers(name, made())
+        return await self.without_buffers(name, with_a_place())
 
     async def without_buffers(self, name: str, work: Coroutine[Any, Any, _T]) -> _T:
         """Make the call ``work``, which uses no buffer of its caller, and return what it returns. If the backend does
@@ -348,23 +348,23 @@ class CallGuard:
             return False
         return True
 
-    async def _answered(
+    async def _call_with_keys(
         self, kind: CallKind, permit: Permit, keys: Sequence[PageKey], act: BackendCall, timeout: float
     ) -> list[Result]:
         async def results() -> list[Result]:
-            found = list(await _answer(act(keys)))
+            found = list(await _not_cancelled_inside(act(keys)))
             if len(found) != len(keys) or sum(map(found.count, RESULTS)) != len(keys):
                 raise BackendError(f"{self._name!r} answered {len(found)} for {len(keys)} keys, or no results at all")
             return found
 
         try:
-            answers = await self._made(kind, permit, results, timeout, self._slow)
+            answers = await self._timed_call(kind, permit, results, timeout, self._slow)
         except Exception:  # whatever a plug-in raises is a failed call, and the cache goes on without storage
             return [Result.FAILED] * len(keys)
         self._counts["failed_pages"] += answers.count(Result.FAILED)
         return answers
 
-    async def _made(
+    async def _timed_call(
         self, kind: CallKind, permit: Permit, act: Callable[[], Awaitable[_T]], timeout: float, slow: float = 0.0
     ) -> _T:
         """Make the call ``act()`` within ``timeout`` seconds, and report to the breaker how it has ended, or after
@@ -410,7 +410,7 @@ class CallGuard:
         return self._clock()
 
 
-async def _answer(call: Awaitable[_T]) -> _T:
+async def _not_cancelled_inside(call: Awaitable[_T]) -> _T:
     """Return what a backend's call returns. Cancelling it cancels the call.
 
     Raises:

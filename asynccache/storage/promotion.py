@@ -33,7 +33,7 @@ ROOM_BYTES = 32 << 20
 
 
 class PromotionTarget(Protocol):
-    """A store that pages can be written to. One that was detached meanwhile answers FAILED."""
+    """A store that pages can be written to: an ``AttachedStore``. One that was detached meanwhile answers FAILED."""
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
 

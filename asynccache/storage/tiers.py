@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from asynccache import checks
@@ -63,6 +62,14 @@ class AttachedStore:
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         """The same as ``CheckedStore.put``; FAILED for each key if the store was detached."""
         return await self.ask(lambda store: store.put(keys, payloads), [Result.FAILED] * len(keys))
+
+    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        """The same as ``CheckedStore.get``; MISS for each key if the store was detached."""
+        return await self.ask(lambda store: store.get(keys, payloads), [Result.MISS] * len(keys))
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """The same as ``CheckedStore.exists``; MISS for each key if the store was detached."""
+        return await self.ask(lambda store: store.exists(keys), [Result.MISS] * len(keys))
 
 
 class TieredStore:
@@ -188,7 +195,7 @@ class TieredStore:
         """
         stores = self._stores
         if len(stores) == 1:
-            return await stores[0].ask(lambda store: store.get(keys, payloads), [Result.MISS] * len(keys))
+            return await stores[0].get(keys, payloads)
         results = [Result.MISS] * len(keys) if known is None else known
         deletions = self.promotions.deletions
         asked: list[tuple[AttachedStore, Sequence[int], list[Result]]] = []
@@ -197,8 +204,7 @@ class TieredStore:
             if not part:
                 break
             wanted, buffers = [keys[at] for at in part], [payloads[at] for at in part]
-            get = partial(CheckedStore.get, keys=wanted, payloads=buffers)
-            answers = await attached.ask(get, [Result.MISS] * len(part))
+            answers = await attached.get(wanted, buffers)
             _take_over(results, part, answers)
             found = {at: i for i, at in enumerate(at for at in part if results[at] is Result.HIT)}
             lacking = []  # the stores before this one that have said that they lack some of these pages
@@ -232,14 +238,13 @@ class TieredStore:
         else MISS. ``known``: as for ``get``. Cancelling it changes nothing."""
         stores = self._stores
         if len(stores) == 1:
-            return await stores[0].ask(lambda store: store.exists(keys), [Result.MISS] * len(keys))
+            return await stores[0].exists(keys)
         results = [Result.MISS] * len(keys) if known is None else known
         for attached in stores:
             part = _missing(results)
             if not part:
                 break
-            exists = partial(CheckedStore.exists, keys=[keys[at] for at in part])
-            _take_over(results, part, await attached.ask(exists, [Result.MISS] * len(part)))
+            _take_over(results, part, await attached.exists([keys[at] for at in part]))
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:

@@ -102,11 +102,13 @@ class StoreEntry(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
-    have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
-    the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
-    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed. By default nobody is
-    told, as before ``LocalWorker.start``."""
+    """The functions that a worker calls to report to its owner. The head gives ``Driver.ended``, ``Supervisor.fail``
+    and ``Head._keys``, in ``Head.start``; a ``RankServer`` gives its own, which send messages to the head.
+
+    ``ended(status, ops)``: the operations of one ``Work`` have ended, all with this status, and their buffers are let
+    go. ``failed(error)``: the worker cannot go on, and so the cache cannot either. ``keys(store, there, keys)``: the
+    watched store of this number has these storage keys from now on or, if ``there`` is False, has them no more.
+    ``health()``: ``shut`` may have changed. By default nobody is told, as before ``LocalWorker.start``."""
 
     ended: Callable[[Status, Sequence[int]], None] = lambda status, ops: None
     failed: Callable[[BaseException], None] = lambda error: None
@@ -475,7 +477,7 @@ class LocalWorker:
         if self._poison is not None:
             self._poison.forget(component, _slots(slots))
 
-    @remote(fold=folds.inspected)
+    @remote(fold=folds.inspected, at_once=True)
     async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
         """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
         else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""

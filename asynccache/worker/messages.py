@@ -146,15 +146,16 @@ Fold = Callable[..., Any]
 """A function that makes one answer of those of all ranks: it gets them by rank, and then the arguments of the call. It
 raises ``RankFailure`` with a rank whose answer cannot be right."""
 
-_MARK = "__remote_fold__"
+_MARK = "__remote__"
 
 
-def remote(fold: Fold | None = None) -> Callable[[F], F]:
+def remote(fold: Fold | None = None, *, at_once: bool = False) -> Callable[[F], F]:
     """Mark a method that other processes may call. The method itself is unchanged. ``fold``: combines the answers of
-    all ranks; without it the answer of a group is None."""
+    all ranks; without it the answer of a group is None. ``at_once``: a coroutine that waits for nothing, and has ended
+    before the next message is heard."""
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, fold)
+        setattr(method, _MARK, (fold, at_once))
         return method
 
     return mark
@@ -162,12 +163,14 @@ def remote(fold: Fold | None = None) -> Callable[[F], F]:
 
 class Order(NamedTuple):
     """A remote method by its ``name``. ``message``: the type of its message, which has the arguments in order; of a
-    call, behind its number. ``answer``: the type of its answer; None: nobody answers."""
+    call, behind its number. ``answer``: the type of its answer; None: nobody answers. ``fold``, ``at_once``: as for
+    ``remote``."""
 
     name: str
     message: type[Any]
     answer: type[Any] | None
     fold: Fold | None
+    at_once: bool
 
 
 def orders_of(*owners: type) -> dict[str, Order]:
@@ -189,7 +192,7 @@ def _order(name: str, method: Callable[..., Any]) -> Order:
         answer = msgspec.defstruct(f"{name}_answer", value, bases=(Answer,), tag=f"{name}.answer")
     base = Message if answer is None else Call
     message = msgspec.defstruct(name, fields, bases=(base,), tag=name)
-    return Order(name, message, answer, getattr(method, _MARK))
+    return Order(name, message, answer, *getattr(method, _MARK))
 
 
 def order_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[Message]]:

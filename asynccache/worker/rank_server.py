@@ -418,7 +418,7 @@ class RankServer:
         self._shard = shard
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, tuple[Any, asyncio.Task[Any]]] = {}
+        self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, Work] = {}
         self._begun = ChangeSignal()
@@ -451,11 +451,15 @@ class RankServer:
                 self.die(error)
 
     def _begin(self, order: Order, message: m.Message, call: int, work: Any) -> None:
-        task = self._loop.create_task(work, name=f"asynccache-{order.name}-{self.rank}")
+        task: asyncio.Future[Any]
+        if order.at_once:
+            task = _ended(work, self._loop)
+        else:
+            task = self._loop.create_task(work, name=f"asynccache-{order.name}-{self.rank}")
         self._calls[call] = message, task
         task.add_done_callback(partial(self._answer, order, call))  # also if it is cancelled before it begins
 
-    def _answer(self, order: Order, call: int, done: asyncio.Task[Any]) -> None:
+    def _answer(self, order: Order, call: int, done: asyncio.Future[Any]) -> None:
         del self._calls[call]
         if done.cancelled():
             self._tell(m.Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
@@ -561,7 +565,7 @@ class RankServer:
         await asyncio.wait([self._closing])
         self._closing.result()
 
-    async def _close_all(self, tasks: Sequence[asyncio.Task[Any]], patience: float) -> None:
+    async def _close_all(self, tasks: Sequence[asyncio.Future[Any]], patience: float) -> None:
         for task in tasks:
             task.cancel()
         if tasks:
@@ -727,6 +731,18 @@ class RankServer:
         if counters != self._counted:
             self._counted = counters
             self._tell(counters)
+
+
+def _ended(work: Any, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
+    """Run a coroutine that waits for nothing, and return a future that has ended as it has."""
+    future = loop.create_future()
+    try:
+        work.send(None)
+    except StopIteration as end:
+        future.set_result(end.value)
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)

@@ -232,7 +232,7 @@ class BackupHostStage:
     def __init__(self, mover: Mover, pools: PoolMap, reports: Reports) -> None:
         self._mover = mover
         self._pools = pools
-        self._post = reports.ended
+        self._ended = reports.ended
         self._inbox: Inbox[QueuedWork] = Inbox()
         self.meter = StageMeter()
 
@@ -258,7 +258,7 @@ class BackupHostStage:
             now = perf_counter()
             for queued in batch:
                 self.meter.took(now - queued.at, len(queued.work.ops))
-                self._post(status, queued.work.ops)
+                self._ended(status, queued.work.ops)
 
 
 class Copying(NamedTuple):
@@ -301,7 +301,7 @@ class LoadBackStage:
     def __init__(self, mover: Mover, pools: PoolMap, reports: Reports) -> None:
         self._mover = mover
         self._pools = pools
-        self._post, self._fail = reports.ended, reports.failed
+        self._ended, self._failed = reports.ended, reports.failed
         self._loads = _Line()
         self._clones = _Line()
         self._by_op: dict[int, Copying] = {}
@@ -340,7 +340,7 @@ class LoadBackStage:
                 event = self._mover.clone(work.moves, waits if needs is None else (*waits, needs))
                 self._fly(self._clones, Copying(work, (), event, needs, at))
         except BaseException as error:
-            self._fail(error)
+            self._failed(error)
             raise
 
     def _fly(self, line: _Line, copying: Copying) -> None:
@@ -370,4 +370,4 @@ class LoadBackStage:
             if work.kind is CopyKind.LOAD:
                 self.meter.took(perf_counter() - copying.at, count)
                 self.meter.ended(count, status, self._pools.size_of(work.moves))
-            self._post(status, work.ops)
+            self._ended(status, work.ops)

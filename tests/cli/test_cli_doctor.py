@@ -54,3 +54,10 @@ def test_what_an_extra_needs_is_told_where_it_is_missing(monkeypatch: pytest.Mon
     report = doctor.examine("cuda:0")
     assert not report["extras"]["events"]
     assert any(line.strip() == "events: pip install 'pyzmq>=26'" for line in doctor.told(report))
+
+
+def test_huge_pages_are_told_where_there_are_any(tmp_path: Path) -> None:
+    report = doctor.examine("cuda:0", str(tmp_path))
+    assert report["memory"]["huge_bytes"] % (2 << 20) == 0
+    report["memory"]["huge_bytes"] = 6 << 30
+    assert "6.0 GiB of free huge pages, for asynccache serve" in " ".join(" ".join(doctor.told(report)).split())

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from asynccache.cli import serve
 from asynccache.cli.main import main
 from asynccache.cli.serve import Options, rows
 from asynccache.errors import ConfigError
@@ -147,3 +149,24 @@ def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pyt
     assert said.startswith(f"asynccache serves unix:{path} with 32.0 MiB\n")
     assert "Traceback" not in said
     assert not os.path.exists(path)
+
+
+def test_a_line_of_json_and_a_line_of_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "LINE_EVERY", 0.05)
+    file = tmp_path / "counts"
+    for words, on in ((["--json"], "out"), (["--json", str(file)], "err")):
+        path = socket_path()
+        signaller = threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGTERM))
+        signaller.start()
+        assert main(["serve", "--listen", f"unix:{path}", "--memory", "2MiB", *words]) == 0
+        signaller.join()
+        told = capsys.readouterr()
+        lines = getattr(told, on).splitlines()
+        assert len(lines) > 2
+        if on == "out":
+            assert json.loads(lines[-1])["pages"] == 0
+        else:
+            assert json.loads(file.read_text().splitlines()[-1])["pages"] == 0
+            assert "memory 0.0 % of 2.0 MiB, 0 pages · clients 0 of 0 processes" in lines[-1]

@@ -155,7 +155,7 @@ def test_one_flipped_bit_on_the_device_is_a_mismatch(tmp_path: Path, monkeypatch
     (["--device-tokens", "12289"], "device_tokens=12289 is not a multiple of page_size=16"),
     (["--host-tokens", "24577"], "host_tokens=24577 is not a multiple of page_size=16"),
     (["--window", "0"], "--window=0 must be at least 1"),
-    (["--storage", "tape:/dev/st0"], "unknown backend 'tape'; installed: az, file, gs, memory, "),
+    (["--storage", "tape:/dev/st0"], "unknown backend 'tape'; installed: az, file, gs, host, memory, "),
     (["--write-policy", "never"], "--write-policy='never' must be one of write_through, "),
     (["--prefetch-policy", "never"], "--prefetch-policy='never' must be one of best_effort, "),
     (["--eviction", "mru"], "--eviction='mru' must be one of lru, p2c"),

@@ -40,6 +40,8 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 # Blocks with a reason on the page why they are not run: (page, first line).
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
+    ("README.md", "asynccache serve --listen unix:/run/asynccache.sock --memory 64GiB --storage "
+                  "'file:/var/kv?capacity=500GiB'"),
     ("docs/components.md", '.venv/bin/python -m pytest tests/core tests/worlds -q -m "not slow and not soak"'),
     ("docs/cuda.md", "pip install '.[cuda12]'              # or cuda13, as your driver needs; brings cupy, NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
@@ -57,7 +59,6 @@ EXCEPTIONS = {
     ("docs/verify.md", "$ asynccache verify-engine http://127.0.0.1:8000 --flush-device 6144"),
     ("docs/stores/object.md", "cat > rule.json <<'END'"),
     ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
-    ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),
 }
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/design.md": 2}
@@ -143,7 +144,7 @@ def here(script: str) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = re.sub(r"/var/tmp/|/var/|/tmp/", f"{os.getcwd()}/", script)
+    script = re.sub(r"/var/tmp/|/var/|/run/|/tmp/", f"{os.getcwd()}/", script)
     return re.sub(r"\b9090\b", str(port), script)
 
 

@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from asynccache.errors import ConfigError
 from asynccache.host import server as server_module
 from asynccache.host import wire
+from asynccache.host.takeover import take_over
 from asynccache.storage import CheckedStore, Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, record_of, same
 from tests.host.host_kit import client, serving, socket_path
@@ -52,9 +54,10 @@ ODD = {
     "fewer sizes than keys": wire.Find(1, KEYS, ["full"] * 3, [1]),
     "fewer pools than keys": wire.Reserve(1, KEYS, [], [1, 1, 1]),
     "generations that are missing": wire.Damaged(1, KEYS, []),
+    "fewer generations than slots": wire.Publish(1, [0, 1], [0]),
 }
 HARMLESS: list[Any] = [
-    wire.Publish(1, [0, 1, 2, 1 << 61]), wire.GiveBack([0, 1, 2, 5, 1 << 61]),
+    wire.Publish(1, [0, 1, 2, 1 << 61], [0, 0, 0, 7]), wire.GiveBack([0, 1, 2, 5, 1 << 61], [0, 0, 0, 0]),
     wire.Reserve(2, KEYS, ["full"] * 3, [0, 1 << 61, 1 << 40]), wire.Damaged(3, KEYS, [0, 1, 2]),
     wire.Enumerate(4, 1 << 61), wire.Find(5, KEYS, ["x"] * 3, [0, 1, 1 << 61]), wire.Exist(6, [], []),
 ]  # fmt: skip
@@ -208,3 +211,76 @@ async def test_a_scribbler_over_all_of_the_memory_costs_hits_and_never_gives_a_w
         await store.delete(keys)
         assert server.table.reserved_bytes == 0
         await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answers_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "MOST_UNREAD", 1 << 16)
+    path, count = socket_path(), 1000
+    async with serving(path) as server:
+        backend = await client(path)
+        await put_all(backend, keys_of(500))
+        loop, frames, answers = asyncio.get_running_loop(), wire.Frames(1 << 20), 0
+        with connected(path) as sock:
+            await loop.sock_sendall(sock, HELLO + wire.frame(wire.Enumerate(1, 0)) * count)
+            await until(lambda: len(server._clients) == 2 and all(one.session for one in server._clients))
+            await asyncio.sleep(0.2)
+            waiting = max(one._transport.get_write_buffer_size() for one in server._clients)
+            assert waiting < 1 << 20, f"{waiting} bytes wait for a client that reads nothing"
+            async with asyncio.timeout(60):
+                while answers < 1 + count:
+                    answers += len(list(frames.feed(await loop.sock_recv(sock, 1 << 20))))
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_dies_before_its_connection_begins_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    path = socket_path()
+    async with serving(path) as server:
+        with connected(path):
+            server._accept()
+            [peer] = server._peers.values()
+            server._died(peer)
+            await until(lambda: not server._clients)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.asyncio
+async def test_without_file_descriptors_the_server_waits_and_takes_connections_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = socket_path()
+    async with serving(path) as server:
+        listener, tries = server._listener, list[int]()
+
+        class Full:
+            def accept(self) -> Any:
+                tries.append(1)
+                raise OSError(24, "Too many open files")
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(listener, name)
+
+        monkeypatch.setattr(server, "_listener", Full())
+        with connected(path) as sock:
+            await asyncio.sleep(0.2)
+            assert len(tries) == 1
+            monkeypatch.setattr(server, "_listener", listener)
+            await asyncio.get_running_loop().sock_sendall(sock, HELLO)
+            await until(lambda: any(one.session for one in server._clients))
+
+
+@pytest.mark.asyncio
+async def test_only_the_servers_own_user_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, keys = socket_path(), keys_of(3)
+    async with serving(path, group=str(os.getgid())) as server:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        monkeypatch.setattr(server_module, "peer_of", lambda sock: (os.getpid(), 4242, os.getgid()))
+        with pytest.raises(ConfigError, match="own user may take over"):
+            await asyncio.to_thread(take_over, path)
+        assert not server.draining
+        assert same(stored, (await get_all(backend, keys))[1])
+        await backend.aclose()

@@ -125,7 +125,7 @@ async def test_slots_of_a_lost_connection_wait_for_the_process_or_its_next_conne
         await until(lambda: not server._clients)
         assert len(answer.slots) == 3
         assert server.table.reserved_bytes == 3 * 16384, "a thread of that process may still be copying"
-        backend._connection.owe(channel, answer.slots)
+        backend._connection.owe(channel, wire.GiveBack(answer.slots, answer.generations))
         await backend.exists(keys)
         await until(lambda: server.table.reserved_bytes == 0)
         await backend.aclose()
@@ -232,11 +232,75 @@ async def test_a_forked_child_has_no_store() -> None:
     path = socket_path()
     async with serving(path):
         backend = await client(path)
+        keys = keys_of(3)
         backend._connection._pid += 1
         with pytest.raises(BackendError, match="forked"):
-            await backend.exists(keys_of(1))
+            await backend.exists(keys)
+        await backend.aclose()  # says no Bye: that would free slots which the parent writes
         backend._connection._pid -= 1
+        backend._calls.closed = False
+        stored = await put_all(backend, keys)
+        assert same(stored, (await get_all(backend, keys))[1])
+        assert backend.stats()["connects"] == 1
         await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_slot_is_given_back_by_whom_it_was_granted_to_and_by_no_earlier_call() -> None:
+    """A call that is cancelled while its pages are published gives them back; meanwhile another call of its process may
+    have been granted the same slot."""
+    path, keys = socket_path(), [key.key for key in keys_of(2)]
+    async with serving(path) as server:
+        backend = await client(path)
+        channel = await backend._connection.ready()
+
+        async def reserved(key: bytes) -> Any:
+            return await channel.ask(lambda number: wire.Reserve(number, [key], ["full"], [16384]))
+
+        one, two = await reserved(keys[0]), await reserved(keys[0])
+        for granted in (one, two):  # the second one's slot comes free, since the first was faster
+            await channel.ask(lambda number: wire.Publish(number, granted.slots, granted.generations))  # noqa: B023
+        three = await reserved(keys[1])
+        assert three.slots == two.slots
+        channel.tell(wire.GiveBack(two.slots, two.generations))
+        assert (await channel.ask(lambda number: wire.Publish(number, two.slots, two.generations))).codes == bytes([3])
+        assert server.table.reserved_bytes == 16384, "it is still being written"
+        assert (await channel.ask(lambda number: wire.Publish(number, three.slots, three.generations))).codes == b"\1"
+        server.table.audit()
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_search_that_was_cancelled_gives_nothing_back() -> None:
+    path, keys = socket_path(), keys_of(3)
+    async with serving(path) as server:
+        backend = await client(path)
+        await put_all(backend, keys)
+        channel = await backend._connection.ready()
+        names, pools, sizes = [key.key for key in keys], ["full"] * 3, [16384] * 3
+        search = asyncio.create_task(channel.ask(lambda number: wire.Find(number, names, pools, sizes)))
+        await asyncio.sleep(0)
+        server.table.clear()
+        search.cancel()
+        granted = await channel.ask(lambda number: wire.Reserve(number, names, pools, sizes))
+        await backend.exists(keys)
+        assert len(granted.slots) == 3
+        assert server.table.reserved_bytes == 3 * 16384
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_is_closed_gives_back_its_slots_though_the_process_has_others() -> None:
+    path, keys = socket_path(), keys_of(3)
+    async with serving(path) as server:
+        first, second = await client(path), await client(path)
+        await second.exists(keys)
+        channel = await first._connection.ready()
+        await channel.ask(lambda number: wire.Reserve(number, [key.key for key in keys], ["full"] * 3, [16384] * 3))
+        assert server.table.reserved_bytes == 3 * 16384
+        await first.aclose()
+        await until(lambda: server.table.reserved_bytes == 0)
+        await second.aclose()
 
 
 @pytest.mark.asyncio

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from asynccache.errors import ConfigError
+from asynccache.host.server import HostServer
 from asynccache.host.takeover import take_over
 from asynccache.storage import Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
@@ -84,34 +88,97 @@ async def test_memory_is_what_was_asked_for() -> None:
             one.communicate()
 
 
+STOPS = """
+import asyncio, os, signal, sys
+from asynccache.host import wire
+from tests.host.host_kit import client
+
+async def main():
+    backend = await client(sys.argv[1])
+    channel = await backend._connection.ready()
+    keys = [bytes([i]) * 32 for i in range(9)]
+    await channel.ask(lambda number: wire.Reserve(number, keys, ["full"] * 9, [16384] * 9))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.asyncio
-async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed() -> None:
+async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path()
     async with serving(path) as server:
-        code = (
-            "import asyncio, os, signal, sys\n"
-            "from asynccache.host import wire\n"
-            "from tests.host.host_kit import client\n"
-            "async def main():\n"
-            "    backend = await client(sys.argv[1])\n"
-            "    channel = await backend._connection.ready()\n"
-            "    await channel.ask(lambda n: wire.Reserve(n, [bytes([i]) * 32 for i in range(9)], ['full'] * 9, "
-            "[16384] * 9))\n"
-            "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-            "asyncio.run(main())\n"
-        )
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, path)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
         await until(lambda: server.table.reserved_bytes == 9 * 16384)
         backend = await client(path)
         for number in range(60):
             await put_all(backend, keys_of(60, "full")[number : number + 1])
         assert server.table.reserved_bytes == 9 * 16384
+        assert server.long_reserved() == []
+        monkeypatch.setattr("asynccache.host.server.LONG_RESERVED", 0.0)
+        [sentence] = server.long_reserved()
+        assert f"process {process.pid} has had 9 slots reserved for" in sentence
         process.send_signal(signal.SIGKILL)
         await process.wait()
         await until(lambda: server.table.reserved_bytes == 0)
         assert server.table.counts["freed_by_death"] == 9
         server.table.audit()
         await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_a_stopped_client_has_reserved_is_its_own_under_the_next_server_too() -> None:
+    path, keys = socket_path(), keys_of(50)
+    async with serving(path) as first:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+        await until(lambda: first.table.reserved_bytes == 9 * 16384)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        second = HostServer(path, taken.memory)
+        await second.open(taken)
+        await first.closed.wait()
+        assert second.table.reserved_bytes == 9 * 16384
+        second.table.audit()
+        await asyncio.sleep(0.06)
+        assert same(stored, (await get_all(backend, keys))[1])
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await until(lambda: second.table.reserved_bytes == 0)
+        second.table.audit()
+        await backend.aclose()
+        await second.aclose()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.asyncio
+async def test_another_user_is_kept_out_by_the_socket_and_if_it_is_open_by_the_server() -> None:
+    path = socket_path()
+    code = (
+        "import os, socket, sys\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "try:\n"
+        "    sock.connect(sys.argv[1])\n"
+        "    print(sock.recv(4096).decode(errors='replace'))\n"
+        "except OSError as error:\n"
+        "    print(type(error).__name__)\n"
+    )
+
+    async def tried() -> str:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, path, stdout=subprocess.PIPE)
+        out, _ = await process.communicate()
+        return out.decode()
+
+    async with serving(path):
+        os.chmod(os.path.dirname(path), 0o755)
+        assert await tried() == "PermissionError\n"
+        os.chmod(path, 0o666)
+        assert "is of user 0, and the client of user 65534" in await tried()
+    async with serving(path, group="65534"):
+        os.chmod(path, 0o666)
+        assert await asyncio.wait_for(tried(), 30) == "\n", "it is let in, and given up when it says nothing"
 
 
 @pytest.mark.asyncio
@@ -156,18 +223,37 @@ async def test_a_server_whose_heir_dies_goes_on(tmp_path: Path) -> None:
         stored = await put_all(backend, keys)
         taken = await asyncio.to_thread(take_over, path)
         assert taken is not None
-        inherited, confirm = taken
-        assert len(inherited.snapshot.kept) == 20
-        for cell in cast("Any", confirm).__closure__:
+        assert len(taken.snapshot.kept) == 20
+        for cell in cast("Any", taken.confirm).__closure__:
             if isinstance(cell.cell_contents, socket.socket):
                 cell.cell_contents.close()  # the heir is killed
-        inherited.listener.close()
-        inherited.memory.close()
+        taken.listener.close()
+        taken.memory.close()
         await until(lambda: not server.handed_over)
         await asyncio.sleep(0.06)
         assert same(stored, (await get_all(backend, keys))[1])
         await backend.delete(keys)
         await put_all(backend, keys)
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_heir_that_comes_too_late_is_told_and_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccache.host.server.HEIR_PATIENCE", 0.2)
+    path, keys = socket_path(), keys_of(20)
+    async with serving(path) as first:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        await until(lambda: not first.handed_over)
+        second = HostServer(path, taken.memory)
+        with pytest.raises(ConfigError, match="the host process there has gone on"):
+            await second.open(taken)
+        await second.aclose()
+        await asyncio.sleep(0.06)
+        assert same(stored, (await get_all(backend, keys))[1])
+        first.table.audit()
         await backend.aclose()
 
 
@@ -179,3 +265,73 @@ async def test_there_is_nobody_to_take_over_from() -> None:
     with pytest.raises(ConfigError, match="does not hand over"):
         await asyncio.to_thread(take_over, path)
     listener.close()
+
+
+@pytest.mark.asyncio
+async def test_the_next_server_listens_for_prometheus_where_the_one_before_did(unused_tcp_port: int) -> None:
+    """The one before listens there until it has heard that all was taken over, so the next one has to try again."""
+    path, keys, port = socket_path(), keys_of(20), unused_tcp_port
+    with server_process(path, "24MiB", "--metrics", f"127.0.0.1:{port}") as server:
+        await server.counts()
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        first = server.process
+        server.start("--replace")
+        assert await asyncio.to_thread(first.wait, 60) == 0
+        await server.counts()
+        while True:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                break
+            assert server.process.poll() is None, "it has ended, and with it all pages"
+            await asyncio.sleep(0.05)
+        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert b"200 OK" in await reader.read()
+        writer.close()
+        assert same(stored, (await get_all(backend, keys))[1])
+        await backend.aclose()
+        assert server.stop() == 0
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_is_told_to_end_while_it_hands_over_leaves_the_socket_to_its_heir() -> None:
+    path, keys = socket_path(), keys_of(20)
+    async with serving(path) as first:
+        backend = await client(path)
+        stored = await put_all(backend, keys)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        ending = asyncio.create_task(first.aclose())
+        await asyncio.sleep(0.1)
+        second = HostServer(path, taken.memory)
+        await second.open(taken)
+        await ending
+        await asyncio.sleep(0.06)
+        assert same(stored, (await get_all(backend, keys))[1])
+        await backend.aclose()
+        await second.aclose()
+
+
+@pytest.mark.asyncio
+async def test_who_dies_while_the_memory_is_handed_over_is_freed_by_whoever_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asynccache.host.server.HEIR_PATIENCE", 0.6)
+    path = socket_path()
+    async with serving(path) as first:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+        await until(lambda: first.table.reserved_bytes == 9 * 16384)
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await asyncio.sleep(0.1)
+        if first.handed_over:
+            assert first.table.reserved_bytes == 9 * 16384, "the heir may have freed it, and more"
+        await until(lambda: not first.handed_over)
+        await until(lambda: first.table.reserved_bytes == 0)
+        first.table.audit()
+        with pytest.raises(ConfigError, match="has gone on"):
+            taken.confirm()
+        taken.listener.close()
+        taken.memory.close()

@@ -58,10 +58,13 @@ class WorldClient:
                 for number, slot, offset in zip(new, places.slots, places.offsets, strict=True):
                     world.memory.header(slot)[:32] = name_of(number)
                     yield from world.copy(content(number), offset)
-                kept = [slot for slot in places.slots if random.random() < 0.9]
-                self.session.handle(wire.GiveBack([slot for slot in places.slots if slot not in kept]))
+                kept, given = dict(zip(places.slots, places.generations, strict=True)), dict[int, int]()
+                for slot in places.slots:
+                    if random.random() < 0.1:
+                        given[slot] = kept.pop(slot)
+                self.session.handle(wire.GiveBack([*given], [*given.values()]))
                 yield
-                self.session.handle(wire.Publish(2, kept))
+                self.session.handle(wire.Publish(2, [*kept], [*kept.values()]))
             else:
                 places = self.session.handle(wire.Find(1, keys, ["p"] * len(keys), sizes))
                 assert isinstance(places, wire.Places)
@@ -118,9 +121,10 @@ class World:
         random, session = self.random, self.clients[at].session
         slots = [random.randrange(self.memory.layout.slots) for _ in range(5)]
         theirs = [slot for slot in slots if slot not in self.clients[at].writer.reserved]
-        keys = [name_of(random.randrange(KEYS)) for _ in range(3)]
-        for lie in (wire.GiveBack(theirs), wire.Publish(1, theirs), wire.Damaged(2, keys, [random.randrange(9)] * 3),
-                    wire.Remove(3, keys[:1], []), wire.Reserve(4, keys, ["p"] * 3, [0, 1 << 50, 1 << 61])):  # fmt: skip
+        keys, now = [name_of(random.randrange(KEYS)) for _ in range(3)], [self.memory.generations[at] for at in theirs]
+        for lie in (wire.GiveBack(theirs, now), wire.Publish(1, theirs, now),
+                    wire.Damaged(2, keys, [random.randrange(9)] * 3), wire.Remove(3, keys[:1], []),
+                    wire.Reserve(4, keys, ["p"] * 3, [0, 1 << 50, 1 << 61])):  # fmt: skip
             session.handle(lie)
 
     def taken_over(self) -> None:

@@ -343,8 +343,8 @@ async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> Non
         await settled(cache)
         await push_out(cache, 12)
         stage = local(cache).load_back
-        post = stage._post
-        stage._post = lambda _, ops: post(Status.FAILED, ops)
+        post = stage._ended
+        stage._ended = lambda _, ops: post(Status.FAILED, ops)
         async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:
             for lease in (one, two):
                 with pytest.raises(LoadFailed) as failed:
@@ -352,7 +352,7 @@ async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> Non
                 assert failed.value.valid == 0
                 with pytest.raises(LoadFailed):
                     await lease.commit(text(4, 1, extra=1))
-        stage._post = post
+        stage._ended = post
         assert await serve(cache, text(4, 1, extra=1)) == 4 * PAGE
 
 

@@ -40,12 +40,11 @@ UNREACHED = {
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
-    r"Prefetches\.commit: (self\.release\(op\)|return \(\))": "the runtime gives a fetch up before that",
+    r"PrefetchOperations\.commit: (self\.release\(op\)|return \(\))": "the runtime gives a fetch up before that",
     r"_has_room: break|_not_on_host: return More|_saving: return pause|_evict_next: (self\._world\.offer|return SLICE)":
         "a call runs out of steps just there; tests/core/test_core_steps.py has the trees for that",
     r"World\.(backup|copy): self\._join_backups": "a plan has more backups than one effect may have, or some before "
                                                  "another copy, as in test_core_joined_backups.py",
-    r"SlotPool\.give: self\.given\.append": "with debug=True only",
     r"RoomMaker\._saving: self\._evict_outdone": "a cell that is not worth a copy comes behind one that is",
     r"Listing\.some: self\._run = ": "what was listed leaves before the list is made, as in test_core_surveys.py",
     r"World\.cut_off: left\.append": "a batch fails while a live namespace is listed, as in test_core_surveys.py; "

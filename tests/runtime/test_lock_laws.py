@@ -29,11 +29,11 @@ async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcom
     async with opened(settings(device=16, host=16)) as cache:
         held: list[Outcome] = []
         stage = local(cache).backup_host
-        post = stage._post
-        stage._post = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+        post = stage._ended
+        stage._ended = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         await serve(cache, text(4))
         await until(lambda: len(held) == 1)
-        stage._post = post
+        stage._ended = post
         assert backups(cache) == 1
         yield cache, held[0]
 
@@ -122,11 +122,11 @@ async def test_between_two_slices_what_waits_is_applied() -> None:
         await settled(cache)
         held: list[Outcome] = []
         stage = local(cache).backup_host
-        post = stage._post
-        stage._post = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+        post = stage._ended
+        stage._ended = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         await serve(cache, text(4, seed=5000))
         await until(lambda: len(held) == 1)
-        stage._post = post
+        stage._ended = post
         seen = watch(cache, "lease")
         entering = asyncio.create_task(cache.lease(text(2400, seed=9999)).__aenter__())
         await asyncio.sleep(0)

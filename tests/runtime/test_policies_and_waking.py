@@ -48,8 +48,8 @@ async def on_the_host(cache: AsyncCache, tokens: Sequence[int], device: int) -> 
 def failing_loads(cache: AsyncCache) -> None:
     """Every load_back from now on is reported as failed."""
     stage = local(cache).load_back
-    post = stage._post
-    stage._post = lambda _, ops: post(Status.FAILED, ops)
+    post = stage._ended
+    stage._ended = lambda _, ops: post(Status.FAILED, ops)
 
 
 class Held:

@@ -194,10 +194,10 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
         await settled(cache)
         held: list[Outcome] = []
         stage = local(cache).backup_host
-        post, stage._post = stage._post, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+        post, stage._ended = stage._ended, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         await serve(cache, text(4, 5))
         await until(lambda: len(held) == 1)
-        stage._post = post
+        stage._ended = post
         async with holding(driver.lock):
             driver.post(held[0])
             await turns()  # the ack task has taken it out of the queue, and waits for the lock
@@ -214,11 +214,11 @@ async def test_a_grant_waits_for_no_queue() -> None:
     async with opened(settings(device=64, host=64)) as cache:
         driver, held = parts(cache).driver, list[Outcome]()
         stage = local(cache).backup_host
-        post, stage._post = stage._post, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+        post, stage._ended = stage._ended, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         for seed in range(5):
             await serve(cache, text(2, seed))
         await until(lambda: len(held) == 5)
-        stage._post = post
+        stage._ended = post
         for outcome in held:
             driver.post(outcome)
         entering = cache.lease(text(2, 9)).__aenter__()

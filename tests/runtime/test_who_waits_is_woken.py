@@ -70,12 +70,12 @@ async def a_load_that_fails(cache: AsyncCache, backend: Hangs, device: Simulated
     await settled(cache)
     await push_out(cache, 20)
     stage = local(cache).load_back
-    post, stage._post = stage._post, lambda status, ops: post(Status.FAILED, ops)
+    post, stage._ended = stage._ended, lambda status, ops: post(Status.FAILED, ops)
     lease = await cache.lease(text(4, extra=1)).__aenter__()
     assert lease.loading
     yield AT_ONCE
     await asyncio.sleep(AT_ONCE)
-    stage._post = post
+    stage._ended = post
     lease.release()
 
 

@@ -67,7 +67,7 @@ class Patience:
 
     def allowed(self, lease: Lease) -> float:
         """How long the policy and the stores let ``lease`` wait before it is granted."""
-        prefetches, handle = lease._head.prefetches, lease._handle
+        prefetches, handle = lease._head.prefetches, lease._prefetch
         policy, config, key = prefetches.policy, prefetches._config, lease._ask.key
         asks = lease._wait and (handle is not None or lease._head.worker.has_stores)
         if not asks or (self.questions and key[:TOKEN_BYTES] not in self._begun):

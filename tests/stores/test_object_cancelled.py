@@ -39,7 +39,7 @@ async def test_a_put_cancelled_as_its_pack_is_about_to_begin_ends(tmp_path: Path
 async def test_closing_that_is_cancelled_leaves_nothing_running(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
     backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
-    with backend._operations:
+    with backend._open_calls:
         closing = asyncio.ensure_future(backend.aclose())
         await asyncio.sleep(0)
         closing.cancel()

@@ -104,7 +104,7 @@ class FileBackend:
         self._lock = lock
         self._layout = layout
         self._broken_until = 0.0
-        self._operations = OpenCalls(f"store folder {str(log.folder.path)!r}")
+        self._open_calls = OpenCalls(f"store folder {str(log.folder.path)!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -150,14 +150,14 @@ class FileBackend:
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. The call never waits."""
-        with self._operations:
+        with self._open_calls:
             index = self._log.index
             return [HIT if key.key in index else MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Read pages directly into the buffers of their payloads. A page that was not read to its last byte is CORRUPT,
         or FAILED if there was an error in its batch. Cancelling it returns when all reads have ended."""
-        with self._operations:
+        with self._open_calls:
             log, results = self._log, [MISS] * len(keys)
             batches, wrong = plan_reads(log.index, keys, records)
             for i in wrong:
@@ -189,7 +189,7 @@ class FileBackend:
 
         Cancelling it returns when all writes that had begun have ended; their pages are stored.
         """
-        with self._operations:
+        with self._open_calls:
             log = self._log
             results = [HIT if key.key in log.index else FAILED for key in keys]
             fresh: dict[int, list[int]] = {}
@@ -234,7 +234,7 @@ class FileBackend:
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if it stays deleted after a restart, FAILED if it is deleted now but a crash
         may bring it back, MISS if it was not stored. Cancelling it may leave any of them deleted."""
-        with self._operations:
+        with self._open_calls:
             found = [self._log.index.forget(key.key) for key in keys]
             noted = await self._log.log_deletions([key.key for key, there in zip(keys, found, strict=True) if there])
             return [(HIT if noted else FAILED) if there else MISS for there in found]
@@ -245,7 +245,7 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses.
         """
-        with self._operations, self._told():
+        with self._open_calls, self._told():
             await self._log.clear()
 
     def parts(self) -> list[Part]:
@@ -256,7 +256,7 @@ class FileBackend:
     async def scrub(self, part: Part, verify: Verify) -> Scrubbed:
         """Read a group from its file, and delete the pages that do not verify. If its header block is damaged, all of
         its pages are deleted. After it is cancelled nothing more is deleted."""
-        with self._operations:
+        with self._open_calls:
             log, group = self._log, part.place
             segment = log.segments.get(group.segment)
             if segment is None:
@@ -281,7 +281,7 @@ class FileBackend:
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
         """Yield all stored pages, segment by segment. Cancelling it changes nothing."""
         for number in list(self._log.segments):
-            with self._operations:
+            with self._open_calls:
                 found = [
                     Stored(group.key(page), HEADER_BYTES + group.length, float(group.written))
                     for group in self._log.index.groups_of(number) for page in group.live()
@@ -296,7 +296,7 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses.
         """
-        with self._operations, self._told():
+        with self._open_calls, self._told():
             log, old = self._log, list[bytes]()
             before = sum(segment.tail for segment in log.segments.values())
             if older_than is not None:
@@ -336,7 +336,7 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses.
         """
-        with self._operations, self._told():
+        with self._open_calls, self._told():
             await self._log.sync()
 
     async def aclose(self) -> None:
@@ -348,10 +348,10 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses; the folder is unlocked all the same.
         """
-        if self._operations.closed:
+        if self._open_calls.closed:
             return
         try:
-            await self._operations.close()
+            await self._open_calls.close()
             with self._told():
                 await self._log.close()
         finally:

@@ -188,9 +188,12 @@ class HostBackend:
         }  # fmt: skip
 
     async def aclose(self) -> None:
-        """Fail the calls under way, wait until nothing copies, and say so to the server. Calling it twice is fine."""
+        """Fail the calls under way, wait until nothing copies, and say so to the server. Calling it twice is fine. In a
+        forked child it does nothing: the connection is the parent's, which may be copying."""
         channel = self._connection.channel
         self._calls.closed = True
+        if self._connection.forked:
+            return
         if channel is not None:
             channel.fail("the store is closed")
         await self._calls.close()
@@ -264,7 +267,7 @@ class HostBackend:
         which = [first[name] for name in names]
         pools, sizes = _pools([keys[i] for i in which]), [records[i].payload.nbytes for i in which]
         answer = await self._asked(channel, lambda number: wire.Reserve(number, names, pools, sizes))
-        slots = answer.slots
+        slots, generations = answer.slots, answer.generations
         try:
             answers = _results(answer, len(names))
             fresh = [n for n, result in enumerate(answers) if result is MISS]
@@ -274,28 +277,28 @@ class HostBackend:
                 places = mapping.places(answer.offsets, lengths)
                 mapping.set_headers(slots, b"".join([record.header for record in new]))
                 await self._threads.spread(copy_in, lengths, places, [record.payload for record in new])
-                published = await self._published(channel, slots)
+                published = await self._published(channel, slots, generations)
                 for n, result in zip(fresh, published, strict=True):
                     answers[n] = result
                 self._counts["put_bytes"] += sum(lengths)
         except BaseException:
-            self._connection.owe(channel, slots)
+            self._connection.owe(channel, wire.GiveBack(slots, generations))
             raise
         self._counts["no_room"] += answers.count(FAILED)
         found = dict(zip(names, answers, strict=True))
         return [found[key.key] for key in keys]
 
-    async def _published(self, channel: HostChannel, slots: list[int]) -> list[Result]:
+    async def _published(self, channel: HostChannel, slots: list[int], generations: list[int]) -> list[Result]:
         """Publish slots. If the connection is lost, another server may have taken over, memory and all: ask it."""
         try:
-            answer = await self._asked(channel, lambda number: wire.Publish(number, slots))
+            answer = await self._asked(channel, lambda number: wire.Publish(number, slots, generations))
         except Unavailable:
             if self._calls.closed:
                 raise
             again = await self._ready()
             if again.boot != channel.boot:
                 raise
-            answer = await self._asked(again, lambda number: wire.Publish(number, slots))
+            answer = await self._asked(again, lambda number: wire.Publish(number, slots, generations))
         return _results(answer, len(slots))
 
 

@@ -39,7 +39,6 @@ class HostChannel(asyncio.Protocol):
         self._numbers = count(1)
         self._frames = wire.Frames(64 << 20)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._granted_late: set[int] = set()
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -93,12 +92,10 @@ class HostChannel(asyncio.Protocol):
         try:
             return await future
         except asyncio.CancelledError:
-            waits = self._waiting.pop(number, None) is not None
-            if isinstance(request, wire.Reserve):
-                if waits:
-                    self._granted_late.add(number)
-                elif not future.cancelled() and not future.exception():
-                    self.tell(wire.GiveBack(future.result().slots))  # it was answered in this very turn
+            self._waiting.pop(number, None)
+            answered = future.done() and not future.cancelled() and not future.exception()
+            if isinstance(request, wire.Reserve) and answered:  # in this very turn
+                self.tell(wire.GiveBack(future.result().slots, future.result().generations))
             raise
 
     def _take(self, answer: wire.Answers) -> None:
@@ -110,9 +107,8 @@ class HostChannel(asyncio.Protocol):
         self.pages, self.bytes = answer.pages, answer.held
         if future is not None and not future.done():
             future.set_result(answer)
-        elif isinstance(answer, wire.Places) and (future is not None or answer.number in self._granted_late):
-            self._granted_late.discard(answer.number)  # a slot that was found, and not granted, is nobody's to give
-            self.tell(wire.GiveBack(answer.slots))
+        elif isinstance(answer, wire.Places):  # slots that were found, and not granted, stay as they are
+            self.tell(wire.GiveBack(answer.slots, answer.generations))
 
 
 class HostConnection:
@@ -134,12 +130,17 @@ class HostConnection:
         self._connecting: asyncio.Task[HostChannel] | None = None
         self._failed = Unavailable("")
         self._try_at = 0.0
-        self._owed: dict[bytes, list[int]] = {}
+        self._owed: dict[bytes, list[wire.GiveBack]] = {}
 
     @property
     def channel(self) -> HostChannel | None:
         """The last connection that there was, if it is open or not."""
         return self._channel
+
+    @property
+    def forked(self) -> bool:
+        """True in a child of the process that made this."""
+        return os.getpid() != self._pid
 
     async def ready(self) -> HostChannel:
         """Return the open connection, making it if there is none. Cancelling it returns at once.
@@ -147,7 +148,7 @@ class HostConnection:
         Raises:
             Unavailable: there is no server, or none that will have this client.
         """
-        if os.getpid() != self._pid:
+        if self.forked:
             raise Unavailable("this process was forked, and its store belongs to the parent: open one of its own")
         if self._channel is not None and self._channel.lost is None:
             return self._channel
@@ -161,14 +162,14 @@ class HostConnection:
         await asyncio.wait([task])  # whoever is cancelled leaves it to the others
         return task.result()
 
-    def owe(self, channel: HostChannel, slots: list[int]) -> None:
+    def owe(self, channel: HostChannel, owed: wire.GiveBack) -> None:
         """Give these slots back, now or when there is a connection again; nothing copies into them any more."""
-        if not slots:
+        if not owed.slots:
             return
         if channel.lost is None:
-            channel.tell(wire.GiveBack(slots))
+            channel.tell(owed)
         else:
-            self._owed.setdefault(channel.boot, []).extend(slots)
+            self._owed.setdefault(channel.boot, []).append(owed)
 
     def _connected(self, task: asyncio.Task[HostChannel]) -> None:
         self._connecting = None
@@ -211,9 +212,9 @@ class HostConnection:
                 os.close(fd)
         self.connects += 1
         self.refused = None
-        owed, self._owed = self._owed.get(channel.boot), {}
-        if owed:
-            channel.tell(wire.GiveBack(owed))
+        owed, self._owed = self._owed.get(channel.boot, []), {}
+        for one in owed:
+            channel.tell(one)
         self._channel = channel
         return channel
 
@@ -243,7 +244,7 @@ async def _welcome(
         finally:
             loop.remove_reader(sock.fileno())
         try:
-            part, found, _, _ = socket.recv_fds(sock, wanted - len(data), 1)
+            part, found, _, _ = socket.recv_fds(sock, wanted - len(data), 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             continue
         descriptors += found

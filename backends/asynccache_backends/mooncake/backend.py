@@ -67,7 +67,7 @@ class MooncakeBackend:
         self._transfers = ClientCalls(client, settings.replicas)
         self._reading = ThreadPool(settings.threads, "asynccache-mooncake-read")
         self._writing = ThreadPool(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
-        self._operations = OpenCalls("the Mooncake store")
+        self._open_calls = OpenCalls("the Mooncake store")
         self._counts: Counter[str] = Counter()
         self._lost_master = False  # whether it did not answer in the last call that has ended
 
@@ -99,7 +99,7 @@ class MooncakeBackend:
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. The store does not evict a page for some seconds after
         a HIT. Cancelling it waits for the answer."""
-        with self._operations:
+        with self._open_calls:
             codes = await self._ask(self._reading, self._transfers.exists, self._names(keys))
             self._check_reached(codes)
             return [meaning.exists_result(code) for code in codes]
@@ -107,7 +107,7 @@ class MooncakeBackend:
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Read each object directly into the buffers of its record. Cancelling it returns when the client has let go of
         the records."""
-        with self._operations:
+        with self._open_calls:
             first = {key: i for i, (_, key) in reversed(list(enumerate(keys)))}
             wanted = sorted(first.values())
             names, into = self._names([keys[i] for i in wanted]), [records[i] for i in wanted]
@@ -120,7 +120,7 @@ class MooncakeBackend:
 
         Cancelling it returns when the client has let go of the records. Pages that were stored by then stay stored.
         """
-        with self._operations:
+        with self._open_calls:
             names, put = self._names(keys), self._transfers.put
             codes = await self._ask(self._writing, put, names, records)
             for wait in FULL_WAITS:
@@ -143,7 +143,7 @@ class MooncakeBackend:
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Remove objects, also those that the store protects because they were read just now. Cancelling it waits for
         the answer."""
-        with self._operations:
+        with self._open_calls:
             codes = await self._ask(self._reading, self._transfers.delete, self._names(keys))
             self._check_reached(codes)
             results = [meaning.delete_result(code) for code in codes]
@@ -158,7 +158,7 @@ class MooncakeBackend:
             Unavailable: the master cannot be reached.
             BackendError: it refuses.
         """
-        with self._operations:
+        with self._open_calls:
             await self._greet()
             removed = await self._reading.run(self._transfers.clear, self._settings.pattern)
             self._check_reached([min(removed, 0)])
@@ -176,13 +176,13 @@ class MooncakeBackend:
         """
         if self._settings.admin is None:
             raise ConfigError("mooncake: pages are listed by the master's metrics server: say where it is, by admin=")
-        with self._operations:
+        with self._open_calls:
             found = await self._reading.run(object_names, self._settings.admin)
         keys = {name: key for name in found if (key := self._settings.key_of(name)) is not None}
         names = list(keys)
         for at in range(0, len(names), LIST_PAGES):
             part = names[at : at + LIST_PAGES]
-            with self._operations:
+            with self._open_calls:
                 sizes = await self._reading.run(self._transfers.sizes, part)
             yield [Stored(keys[n], size, 0.0) for n, size in zip(part, sizes, strict=True) if size is not None]
 
@@ -212,10 +212,10 @@ class MooncakeBackend:
     async def aclose(self) -> None:
         """Wait for the calls under way and unregister the pools' memory. The process's client stays, for the next
         cache. Later calls raise Unavailable. Cancelling it waits all the same."""
-        if self._operations.closed:
+        if self._open_calls.closed:
             return
         try:
-            await self._operations.close()
+            await self._open_calls.close()
         finally:
             try:
                 await settled([self._reading.call(self._transfers.close)])

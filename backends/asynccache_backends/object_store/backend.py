@@ -67,7 +67,7 @@ class ObjectBackend:
         )
         self._fetches = Fetches(client, self._catalog, self._threads, settings.parallel)
         self._room = Breaker.brief()  # open while the store is full
-        self._operations = OpenCalls(f"object store {client.shown!r}")
+        self._open_calls = OpenCalls(f"object store {client.shown!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -105,7 +105,7 @@ class ObjectBackend:
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored, as far as this process knows: HIT or MISS. The call never waits."""
-        with self._operations:
+        with self._open_calls:
             index = self._catalog.index
             results = [HIT if key.key in index else MISS for key in keys]
             if MISS in results:
@@ -129,7 +129,7 @@ class ObjectBackend:
         Raises:
             Unavailable: all reads failed.
         """
-        with self._operations:
+        with self._open_calls:
             results = [MISS] * len(keys)
             stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
             for i in wrong:
@@ -149,7 +149,7 @@ class ObjectBackend:
         Raises:
             Unavailable: nothing could be stored, for another reason than a lack of room.
         """
-        with self._operations:
+        with self._open_calls:
             index = self._catalog.index
             results = [HIT if key.key in index else FAILED for key in keys]
             fresh = [i for i, result in enumerate(results) if result is FAILED]
@@ -168,7 +168,7 @@ class ObjectBackend:
         """
         if not keys:
             return []
-        with self._operations:
+        with self._open_calls:
             index, name = self._catalog.index, self._catalog.clock.name()
             holders = [index.pack_of(key.key) for key in keys]
             results = [MISS if pack is None else HIT for pack in holders]
@@ -192,7 +192,7 @@ class ObjectBackend:
         Raises:
             Unavailable: the store refuses.
         """
-        with self._operations:
+        with self._open_calls:
             async with self._catalog.lock:
                 self._catalog.unread.clear()
                 self._catalog.index.clear()
@@ -204,7 +204,7 @@ class ObjectBackend:
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
         """Yield all pages that this process knows, pack by pack. It never waits. Cancelling it changes nothing."""
-        with self._operations:
+        with self._open_calls:
             for pack in self._catalog.index.packs():
                 entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
                 yield [Stored(entry.key, entry.length + HEADER_BYTES, pack.stamp / 1000) for entry in entries]
@@ -231,17 +231,17 @@ class ObjectBackend:
 
     async def flush(self) -> None:
         """Do nothing: after a HIT from a put the page is stored."""
-        with self._operations:
+        with self._open_calls:
             return
 
     async def aclose(self) -> None:
         """Wait for the calls under way, store a snapshot of the index if much is new, and end the threads. Calling it
         twice is fine. If it is cancelled, the snapshot may not be stored."""
-        if self._operations.closed:
+        if self._open_calls.closed:
             return
         try:
             try:
-                await self._operations.close()
+                await self._open_calls.close()
             finally:
                 await self._keeper.stop()
                 await self._uploads.drain()

@@ -1,0 +1,219 @@
+"""The host process as a unit, in a container and on Kubernetes: ``asynccache serve`` understands what they run it with,
+they give it the memory that is charged to it, and engines get the folder of its socket."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from asynccache.cli.engine_line import engine_line
+from asynccache.cli.serve import Options
+from tests.host.host_kit import socket_path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "host"
+UNIT = FOLDER / "asynccache@.service"
+IMAGE = (FOLDER / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+MORE = 256 << 20
+"""What the process needs beside ``--memory``, at the least."""
+
+
+def options(words: Sequence[str]) -> Options:
+    """What ``asynccache serve`` makes of these words."""
+    parser = argparse.ArgumentParser()
+    Options.add_arguments(parser, "serve")
+    return Options.read("serve", vars(parser.parse_args(words)))
+
+
+def bytes_of(text: str) -> int:
+    """A size as systemd (66G, of 1024) and Kubernetes (66Gi) write it."""
+    number = text.rstrip("Gi")
+    assert text.removeprefix(number) in ("G", "Gi")
+    return int(number) << 30
+
+
+def mounted(path: str, mounts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mount that is the folder of ``path``."""
+    (found,) = (mount for mount in mounts if mount["mountPath"] == str(Path(path).parent))
+    return found
+
+
+# systemd
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the unit by name."""
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text().splitlines():
+        name, sign, value = line.partition("=")
+        if sign and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def started() -> list[str]:
+    """The words after ``asynccache serve``."""
+    (line,) = unit()["ExecStart"]
+    program, *words = shlex.split(line)
+    assert (Path(program).name, words[0]) == ("asynccache", "serve")
+    return words[1:]
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    program = tmp_path / "asynccache"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    (tmp_path / UNIT.name).write_text(UNIT.read_text().replace("/usr/local/bin/asynccache", str(program)))
+    command = ["systemd-analyze", "verify", str(tmp_path / "asynccache@a.service")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    assert "asynccache" not in said.stderr, "what it ignores it only says"
+
+
+def test_the_unit_has_room_for_its_memory_and_time_to_end() -> None:
+    settings, asked = unit(), options(started())
+    assert bytes_of(settings["MemoryMax"][0]) >= asked.memory + MORE
+    assert asked.path.startswith(f"/run/{settings['RuntimeDirectory'][0]}/")
+    assert f"file:/var/lib/{settings['StateDirectory'][0]}/" in asked.stores[0]
+    assert asked.group == settings["SupplementaryGroups"][0]
+    assert (asked.replace, settings["RuntimeDirectoryPreserve"]) == (True, ["yes"]), "so that @b can follow @a"
+    assert int(settings["TimeoutStopSec"][0]) > 30
+
+
+@contextmanager
+def instance(words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The command of the unit, running."""
+    with subprocess.Popen([sys.executable, "-m", "asynccache", "serve", *words]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_second_instance_follows_the_first(tmp_path: Path) -> None:
+    """The unit's own command, twice, with other paths, another size and a group that is there."""
+    path = socket_path()
+    asked, addresses = options(started()), [free_address(), free_address()]  # the first may listen for a moment longer
+    other = {asked.listen: f"unix:{path}", "64GiB": "24MiB", asked.group: str(os.getegid()),
+             asked.storage: f"file:{tmp_path}/kv?capacity=64MiB"}  # fmt: skip
+    words = [[other.get(word, word) if word != asked.metrics else address for word in started()]
+             for address in addresses]  # fmt: skip
+    with instance(words[0]) as first:
+        healthy(addresses[0])
+        with instance(words[1]) as second:
+            assert first.wait(60) == 0
+            healthy(addresses[1])
+            second.terminate()
+            assert second.wait(60) == 0
+    assert not Path(path).exists()
+
+
+def free_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def healthy(address: str) -> None:
+    """Return when whoever listens at ``address`` says that it is well."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with urlopen(f"http://{address}/healthz", timeout=5) as answer:
+                assert answer.read() == b"ok\n"
+                return
+        except OSError:
+            assert time.monotonic() < end, f"nobody answers at {address}"
+            time.sleep(0.05)
+
+
+# the image
+
+
+def entry() -> list[str]:
+    """The words after ``asynccache serve`` that the image always has."""
+    (line,) = (line for line in IMAGE if line.startswith("ENTRYPOINT "))
+    program, command, *words = json.loads(line.removeprefix("ENTRYPOINT "))
+    assert (program, command) == ("asynccache", "serve")
+    return list(words)
+
+
+def test_the_image_has_what_the_host_process_needs() -> None:
+    copied = {word for line in IMAGE if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert all((ROOT / each).exists() for each in copied)
+    assert {"asynccache", "backends", "scheduler_shim"} <= copied
+    assert {"README.md", "LICENSE", "pyproject.toml", "hatch_build.py"} <= copied, "what a build reads"
+    (shown,) = (line for line in IMAGE if "docker run --rm" in line)
+    before, _, after = shown.partition("asynccache-host ")
+    asked = options([*entry(), *after.split()])
+    volumes = [word.split(":")[1] for word in before.split() if word.startswith("/")]
+    assert [str(Path(asked.path).parent), "/var/kv"] == volumes
+    limit = before.split("--memory ")[1].split()[0]
+    assert int(limit.removesuffix("g")) << 30 >= asked.memory + MORE
+
+
+# Kubernetes
+
+
+def manifests() -> list[dict[str, Any]]:
+    """The objects of the file."""
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+
+
+def test_a_machine_s_pod_has_the_memory_that_is_charged_to_it() -> None:
+    daemons, _ = manifests()
+    assert (daemons["apiVersion"], daemons["kind"]) == ("apps/v1", "DaemonSet")
+    template = daemons["spec"]["template"]
+    assert daemons["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    assert "maxSurge" not in daemons["spec"]["updateStrategy"]["rollingUpdate"]
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    asked = options([*entry(), *container["args"]])
+    for kind in ("requests", "limits"):
+        assert bytes_of(container["resources"][kind]["memory"]) >= asked.memory + MORE
+    assert int(asked.group or "") in pod["securityContext"]["supplementalGroups"]
+    assert pod["terminationGracePeriodSeconds"] > 30
+    (port,) = container["ports"]
+    assert asked.metrics == f"0.0.0.0:{port['containerPort']}"
+    assert container["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": port["name"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    folder = mounted(asked.path, container["volumeMounts"])
+    assert volumes[folder["name"]]["hostPath"]["type"] == "DirectoryOrCreate"
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+
+
+def test_an_engine_s_pod_has_the_folder_of_the_socket() -> None:
+    daemons, engine = manifests()
+    assert (engine["apiVersion"], engine["kind"]) == ("v1", "Pod")
+    pod, there = engine["spec"], daemons["spec"]["template"]["spec"]
+    assert pod["securityContext"]["supplementalGroups"] == there["securityContext"]["supplementalGroups"]
+    (container,) = pod["containers"]
+    (line,) = container["args"]
+    given = json.loads(line)
+    assert given == json.loads(engine_line("vllm", ["host:/run/asynccache/kv.sock"], 4 << 30, None, None).text)
+    (tier,) = given["kv_connector_extra_config"]["secondary_tiers"]
+    scheme, _, path = tier["storage"].partition(":")
+    assert scheme == "host"
+    folder = mounted(path, container["volumeMounts"])
+    assert folder["readOnly"] is True
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    served = {volume["name"]: volume for volume in there["volumes"]}
+    assert volumes[folder["name"]]["hostPath"]["path"] == served["socket"]["hostPath"]["path"]
