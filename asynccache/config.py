@@ -150,17 +150,16 @@ class _Pool(Settings, frozen=True, kw_only=True):
     kind: ClassVar[ComponentKind]
 
     layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS, description=(
-        "How many layers the pool has; its bytes are divided evenly among them."))] = 1
+        "Layers of the pool; its bytes are divided evenly among them."))] = 1
     covers: Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_LAYERS)], ...], Meta(
         extra={"parse": _integers}, description=(
-            "Which layers of the model the pool holds, in order: a pipeline stage with layers 4 and 5 has `[4, 5]`; "
-            "`[]`: 0, 1, 2, ..."
+            "Which layers of the model it holds, in order, as in `[4, 5]` for a pipeline stage; `[]`: 0, 1, 2, ..."
         ))] = ()
     replicated: Annotated[Replicated, Meta(description=(
-        "The ranks that hold the same bytes of every page, so that one of them stores the pages for all."))] = (
+        "The ranks that hold the same bytes; one of them stores the pages for all."))] = (
         Replicated.NO)
     dtype: Annotated[str, Meta(description=(
-        "The type of the bytes; part of the storage key, so that pages of another dtype are never read."))] = "uint8"
+        "The type of the bytes; part of the storage key."))] = "uint8"
 
     def __post_init__(self) -> None:
         self._set("dtype", dtype_name(self.dtype))
@@ -188,15 +187,14 @@ class _Attention(_Pool, frozen=True, kw_only=True):
     """The settings of the pools of attention."""
 
     bytes_per_token: Annotated[Amount, Meta(description=(
-        "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes."))]
+        "Bytes of KV of one token, all layers together; 0: slots without bytes."))]
     device_tokens: Annotated[Room, Meta(ge=1, description=(
-        "Room on the device, in tokens; a multiple of `page_size`. Or in bytes, as `8GiB`."))]
+        "Room on the device: tokens, a multiple of `page_size`, or bytes, as `8GiB`."))]
     host_tokens: Annotated[Room, Meta(ge=0, description=(
-        "Room in host memory, in tokens; a multiple of `page_size`; 0: there is no host tier. Or in bytes, as `32GiB`."
-        ))] = 0
+        "Room in host memory: tokens or bytes; 0: there is no host tier."))] = 0
     kv_heads: Annotated[Amount, Meta(description=(
-        "Heads of keys and values; with `head_dim` it gives the pool's tensors a shape; 0: the pool is bytes."))] = 0
-    head_dim: Annotated[Amount, Meta(description="Numbers in a key or a value of one head; 0: the pool is bytes.")] = 0
+        "Heads of keys and values, which give the pool's tensors a shape; 0: the pool is bytes."))] = 0
+    head_dim: Annotated[Amount, Meta(description="Numbers in a key or a value of one head.")] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,12 +277,11 @@ class Mamba(_Pool, frozen=True, kw_only=True, tag_field="pool", tag="mamba"):
     kind: ClassVar[ComponentKind] = ComponentKind.MAMBA
 
     state_bytes: Annotated[Count, Meta(description="Bytes of one recurrent state, all layers together.")]
-    device_states: Annotated[Room, Meta(ge=1, description="Room on the device, in states. Or in bytes, as `1GiB`.")]
+    device_states: Annotated[Room, Meta(ge=1, description="Room on the device: states, or bytes, as `1GiB`.")]
     host_states: Annotated[Room, Meta(ge=0, description=(
-        "Room in host memory, in states; 0: there is no host tier. Or in bytes, as `4GiB`."))] = 0
+        "Room in host memory: states or bytes; 0: there is no host tier."))] = 0
     parts: Annotated[tuple[tuple[Count, ...], ...], Meta(extra={"parse": _shapes}, description=(
-        "The shapes of the tensors that a layer's state is made of, as in `[[8192, 4], [64, 64, 128]]`; `[]`: the pool "
-        "is bytes."))] = ()
+        "The shapes of a layer's state, as in `[[8192, 4], [64, 64, 128]]`; `[]`: the pool is bytes."))] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,18 +334,17 @@ POOL_NAME = {one.kind: name for name, one in COMPONENTS.items()}
 
 
 class Sidecar(_Pool, frozen=True, kw_only=True):
-    """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots. In a file
-    each one is a table of its own, whose name is the pool's name.
+    """More bytes of the pages of another pool, at the same slots. The table's name is the pool's name.
 
     The table ``[sidecars.NAME]`` of docs/configuration.md has the fields.
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.-]+$", description="Letters, digits, `_`, `.` and `-`.")]
     indices_from: Annotated[str, Meta(description=(
-        "The component (`full`, `swa`, `mamba`) or sidecar whose slots this pool uses."))]
+        "The component (`full`, `swa`, `mamba`) or sidecar whose slots it uses."))]
     bytes_per_page: Annotated[Count, Meta(description="Bytes of one page, all layers together.")]
     hit_policy: Annotated[HitPolicy | None, Meta(description=(
-        "Which pages a hit needs. It follows from `indices_from`; if given, it is checked against that."))] = None
+        "Which pages a hit needs; follows from `indices_from`, and is checked against that."))] = None
 
     def _where(self) -> str:
         return f"sidecar {checks.shown(self.name)}: "
@@ -412,7 +408,7 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
     """
 
     model: Annotated[str, Meta(min_length=1, description=(
-        "A name for the weights; part of every page hash, so caches of different models never share stored pages."))]
+        "A name for the weights; models with different names never share pages."))]
     components: tuple[Component, ...]
     sidecars: tuple[Sidecar, ...] = ()
     page_size: Annotated[int, Meta(ge=1, le=MOST_PAGE, description="Tokens in a page, the unit of every tier.")] = 16
@@ -420,42 +416,40 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
         "Where the pages of the first tier are: `cpu`, `cuda:N`, `cuda:N?blocks=16` (see CUDA)."))] = "cpu"
     storage: Annotated[str | tuple[str, ...] | None, Meta(extra={"parse": _urls}, description=(
         "The third tier: a URL such as `file:/var/kv?capacity=10GiB`, or several, nearest first (in the environment "
-        "with spaces between them); `none`: there is no third tier."))] = None
+        "with spaces between them)."))] = None
     write_policy: Annotated[WritePolicy, Meta(description=(
-        "When pages are copied to the host and to storage: at once, after their second use, or when they would be "
-        "lost."))] = WritePolicy.WRITE_THROUGH
+        "When pages are copied down: at once, after their second use, or when they would be lost."))] = (
+            WritePolicy.WRITE_THROUGH)
     prefetch_policy: Annotated[PrefetchPolicy, Meta(description=(
-        "How long a request waits for storage: not at all, until all pages have arrived, or for a time."))] = (
+        "Whether a request waits for storage: no, until all pages have arrived, or for a time."))] = (
         PrefetchPolicy.TIMEOUT)
     eviction: Annotated[str, Meta(extra={"choices": eviction_policies}, description=(
-        "The policy by which pages are evicted when a tier is full."))] = "p2c"
+        "What is evicted when a tier is full."))] = "p2c"
     prefetch_threshold: Annotated[Amount, Meta(description=(
-        "How many tokens storage must hold beyond those on the host to make a prefetch worth it."))] = 256
+        "Tokens that storage must have beyond the host to make a prefetch worth it."))] = 256
     prefetch_quota: Annotated[Share, Meta(description=(
-        "Share of the host's pages that prefetches may hold at one time; one that has waited half a second for the "
-        "others goes beyond it."))] = 0.5
+        "Share of the host's pages for prefetches; one that has waited half a second goes beyond it."))] = 0.5
     backup_quota: Annotated[Share, Meta(description=(
         "Share of the host's pages that may wait for storage; beyond it the oldest are dropped."))] = 0.25
     prefetch_timeout_base: Annotated[Seconds, Meta(description=(
-        "With `timeout`: seconds that a request waits for its prefetch, whatever the length."))] = 1.0
+        "With `timeout`: seconds that a request waits for its prefetch."))] = 1.0
     prefetch_timeout_per_1k: Annotated[Seconds, Meta(description=(
-        "With `timeout`: seconds that are added for each 1,024 tokens."))] = 0.25
+        "With `timeout`: seconds more for each 1,024 tokens."))] = 0.25
     prefetch_timeout_max: Annotated[Positive, Meta(description=(
-        "With `timeout`: seconds that a request waits at most."))] = 30.0
+        "With `timeout`: seconds at most."))] = 30.0
     load_back_threshold: Annotated[Amount, Meta(description=(
-        "A match on the host of fewer tokens is computed again and not loaded."))] = 0
+        "A match of fewer tokens on the host is computed again, not loaded."))] = 0
     max_backup_ops: Annotated[Count, Meta(description=(
-        "How many copies from device to host are in flight at one time, at most."))] = 256
+        "Copies from device to host at one time, at most."))] = 256
     write_back_watermark: Annotated[Share, Meta(description=(
-        "How much of the device is kept free or copied ahead, so that requests need not wait for copies: a share of "
-        "the smaller of device and host."))] = 0.1
+        "How much of the device is kept free or copied ahead: a share of the smaller of device and host."))] = 0.1
     kept_fraction: Annotated[Share, Meta(description="Share of the device's pages that `keep()` may pin.")] = 0.25
     close_timeout: Annotated[Positive, Meta(description=(
-        "Seconds that closing waits for pages that are still to be saved."))] = 30.0
+        "Seconds that closing waits for unsaved pages."))] = 30.0
     freeze_gc: Annotated[bool, Meta(description=(
-        "Whether Python's garbage collector skips the tree as it grows, which spares long pauses."))] = False
+        "Whether Python's garbage collector skips the tree, which spares long pauses."))] = False
     storage_options: Annotated[dict[str, str], Meta(description=(
-        "Options of the store, if there is one store; they win over those in its URL. All values are text."))] = field(
+        "Options of the one store, as text; they win over those in its URL."))] = field(
             default_factory=dict)
 
     def __post_init__(self) -> None:

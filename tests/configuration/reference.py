@@ -55,13 +55,13 @@ def _section(
 ) -> Iterator[str]:
     """``shown``: the rows of the sections before this one. A row that would be the same again is only named."""
     shown = {} if shown is None else shown
-    rows = {name: f"| `{name}` | {_type(name, field)} | {_default(field)} | {field.meaning} |"
+    rows = {name: f"|`{name}`|{_type(name, field)}|{_default(field)}|{field.meaning}|"
             for name, field in fields.items()}  # fmt: skip
     again = [f"`{name}`" for name, row in rows.items() if shown.get(name) == row]
     yield from (f"### {title}", "", text, "")
     if variable:
         yield from (f"Environment: `{PREFIX}{variable}__KEY`." + f" As above: {', '.join(again)}." * bool(again), "")
-    yield from ("| setting | type | default | |", "|---|---|---|---|")
+    yield from ("|setting|type|default||", "|---|---|---|---|")
     yield from (row for name, row in rows.items() if shown.get(name) != row)
     yield ""
     shown.update(rows)

@@ -61,7 +61,7 @@ EXCEPTIONS = {
     ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
 }
 # Blocks that are drawings, not code.
-DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 2}
+DRAWINGS = {"docs/design.md": 2}
 PATIENCE = 120.0
 LONG = re.compile(r"\b(stress|replay|bench|make|plan|openai_server|for _ in range)\b")
 

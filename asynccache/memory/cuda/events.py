@@ -8,7 +8,8 @@ work before it has ended.
 Law of the thread that waits for a stream's events: it sleeps in ``event_synchronize`` on the oldest, never in a loop of
 queries. All that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before
 the stream has let go of the buffers of the work before it. The thread outlives every error, so every event fires in the
-end.
+end. Callbacks of the driver into Python are not used: they need the GIL, whose holder may wait for the driver's lock,
+and are not made after an error.
 """
 
 from __future__ import annotations
