@@ -251,7 +251,7 @@ class Head:
         else:
             LOG.info("closed")
         if error is None and self.holders:
-            LOG.warning("leases that were still held when the cache was closed: %d; leave every lease", len(self.holders))
+            LOG.warning("leases still held when the cache was closed: %d; leave every lease", len(self.holders))
         return CloseReport(left.host, left.storage, error)
 
     async def _save(self, limit: SavingLimit) -> None:

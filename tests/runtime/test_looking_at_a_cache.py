@@ -59,7 +59,7 @@ async def test_leases_that_nobody_has_left_are_a_warning(tmp_path: Path, caplog:
         lease = await cache.lease(PROMPT).__aenter__()
         await cache.keep(list(range(40)))
     assert lease.cached == 0
-    assert "leases that were still held when the cache was closed: 1; leave every lease" in caplog.messages
+    assert "leases still held when the cache was closed: 1; leave every lease" in caplog.messages
 
 
 @pytest.mark.asyncio
