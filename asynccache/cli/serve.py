@@ -280,5 +280,7 @@ def rows(now: Mapping[str, float], last: Mapping[str, float], seconds: float) ->
         store = name.removesuffix(".waiting")
         state = "" if not now[f"{store}.breaker"] else "; left alone, it does not answer"
         written, read = (number(now.get(f"{store}.{what}", 0)) for what in ("written", "read"))
-        found.append((store, f"{written} pages written, {read} read, {number(now[name])} waiting{state}"))
+        dropped = now.get(f"{store}.dropped", 0)
+        lost = f", {number(dropped)} not taken" if dropped else ""
+        found.append((store, f"{written} pages written{lost}, {read} read, {number(now[name])} waiting{state}"))
     return found

@@ -63,7 +63,8 @@ LOG = logging.getLogger("asynccache.host")
 
 
 class StoreBehind:
-    """One store. ``waiting``: the pages that are still to be written to it."""
+    """One store. ``waiting``: the pages that are still to be written to it. ``refuses``: it did not take all of the
+    last batch, as when its disk is full."""
 
     def __init__(self, url: ParsedUrl, options: StoreOptions) -> None:
         self.url = url
@@ -72,6 +73,7 @@ class StoreBehind:
         self.guard: CallGuard
         self.waiting: deque[HostPage] = deque()
         self.writing = 0
+        self.refuses = False
         self.counts: Counter[str] = Counter()
         self.news = asyncio.Event()
         self.quiet = asyncio.Event()
@@ -226,6 +228,9 @@ class StoresBehind:
             hits = answers.count(Result.HIT)
             store.counts["written"] += hits
             store.counts["dropped"] += len(answers) - hits
+            if hits < len(answers) and not store.refuses:
+                LOG.warning("store %r does not take all pages; memory goes on", store.options.name)
+            store.refuses = hits < len(answers)
         finally:
             for page in batch:
                 self._table.unpin(page)

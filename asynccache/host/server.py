@@ -253,7 +253,7 @@ class HostServer:
         self.closed = asyncio.Event()
         self._group = None if group is None else group_id(group)
         self._listener: socket.socket | None = None
-        self._listens = False
+        self._own_socket: tuple[int, int] | None = None
         self._peers: dict[int, Peer] = {}
         self._clients: set[HostClient] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -283,7 +283,7 @@ class HostServer:
         if not self.table.usable:
             raise ConfigError(f"memory={self.memory.layout.size}: this machine, or its container, has none to give")
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
-        self._listens = True
+        self._own_socket = _identity(self.path)
 
     def _inherit(self, inherited: Inherited) -> None:
         snapshot, owed = inherited.snapshot, list[tuple[Writer, KeptPage]]()
@@ -502,9 +502,11 @@ class HostServer:
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
-            if unlink and self._listens and not self.handed_over:
+            # the path may be another server's by now, if somebody has removed this one's socket
+            if unlink and self._own_socket is not None and not self.handed_over:
                 with suppress(OSError):
-                    os.unlink(self.path)
+                    if _identity(self.path) == self._own_socket:
+                        os.unlink(self.path)
         own = asyncio.current_task()
         others = [task for task in self._tasks if task is not own]
         for task in others:
@@ -525,3 +527,8 @@ class HostServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino

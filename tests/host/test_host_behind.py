@@ -194,7 +194,9 @@ async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
 
 
 @pytest.mark.asyncio
-async def test_a_store_that_is_down_loses_writes_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, keys = socket_path(), keys_of(10)
     async with gated(path, tmp_path) as (server, gate):
         backend = await client(path)
@@ -202,6 +204,8 @@ async def test_a_store_that_is_down_loses_writes_and_nothing_else(tmp_path: Path
         await put_all(backend, keys)
         assert (await get_all(backend, keys))[0] == [HIT] * 10
         await until(lambda: store_of(server).counts["dropped"] == 10)
+        assert [line for line in caplog.messages if "does not take all pages" in line] == [
+            "store 'file' does not take all pages; memory goes on"]
         assert set(await backend.exists(keys_of(3, "swa"))) == {FAILED}
         await backend.aclose()
 

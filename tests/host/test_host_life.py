@@ -218,6 +218,14 @@ async def test_a_socket_is_not_taken_away_from_a_server_and_one_of_a_dead_server
         with pytest.raises(ConfigError, match="a host process listens there; --replace takes over"):
             async with serving(path):
                 pass
+    async with serving(path):  # somebody removes its socket, and another server comes: that one's stays
+        os.unlink(path)
+        later = serving(path)
+        await later.__aenter__()
+    assert os.stat(path)
+    await later.__aexit__(None, None, None)
+    with pytest.raises(FileNotFoundError):
+        os.stat(path)
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(path)
     dead.close()
