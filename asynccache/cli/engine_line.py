@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
-from asynccache.storage import RECORD_SCHEMA, StoreLayout, check_stores
 
 HOST = 16 << 30
 BLOCK = 16
@@ -79,6 +78,8 @@ def placed_storage(engine: str, storage: Sequence[str]) -> list[str]:
         if url.partition(":")[0] == "none":
             raise ConfigError("--storage=none is no store")
     placed = [_BRACES.sub("0", url) for url in storage]
+    from asynccache.storage import RECORD_SCHEMA, StoreLayout, check_stores  # here: the rest of config needs no store
+
     for error in check_stores(placed, StoreLayout({"kv": PAGE_BYTES}, RECORD_SCHEMA)):
         raise error
     return placed
