@@ -39,7 +39,8 @@ def test_the_list_says_which_pool_hangs_on_which_and_how_large_it_is() -> None:
     assert [(s.name, s.indices_from, s.bytes_per_page, s.layers) for s in specs] == [
         ("idx", "full", 512, 4), ("draft", "idx", 96, 4), ("state", "swa", 16, 4),
     ]  # fmt: skip
-    assert config(sidecars="idx:full:1", page_size="3", layers="4").sidecars[0].layers == 1
+    odd = config(sidecars="idx:full:1", page_size="3", layers="4", device_tokens="3000", host_tokens="6000")
+    assert odd.sidecars[0].layers == 1
     assert config().sidecars == config(sidecars="none").sidecars == ()
     assert config().components[0].bytes_per_token == 512  # type: ignore[union-attr]
 
