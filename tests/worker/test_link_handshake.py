@@ -35,6 +35,7 @@ from asynccache.worker.link import (
     open_listener,
     parse_address,
 )
+from tests.waiting import turns as some_turns
 from tests.waiting import until
 from tests.worker.link_kit import ANYWHERE, SECRET, Ear, connected
 
@@ -506,6 +507,7 @@ async def test_many_workers_and_strangers_at_once() -> None:
     for link, _ in found:
         link.abort()
     await head.aclose(listener)
+    await some_turns(50)  # in which both ends of all links close
 
 
 @pytest.mark.asyncio
