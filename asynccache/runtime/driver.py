@@ -281,7 +281,7 @@ class PlanPerformer(Protocol):
     The driver is compiled without the head, so it knows these methods alone. No method blocks or fails."""
 
     def given_back(self) -> None:
-        """Hear that a core call was made, before its plan is performed: for the sanitizer."""
+        """Hear that a core call was made, before its plan is performed, if the core notes what is given back."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Take all copies of a plan, for ``EngineBatches.begin``."""
@@ -328,6 +328,7 @@ class Driver:
         self._in_hand: list[Ack] = []
         self._waiting = False
         self._nudged = False
+        self._notes_given = core.config.note_given
         self._owner = threading.get_ident()
         core.world.may_split = False
 
@@ -524,7 +525,8 @@ class Driver:
         """
         effects, ended, freed = plan
         try:
-            self._head.given_back()
+            if self._notes_given:
+                self._head.given_back()
             if effects:
                 self._begin(effects, retiring)
             for op, status in ended:

@@ -121,8 +121,8 @@ class Head:
 
     def given_back(self) -> None:
         """See ``PlanPerformer``."""
-        if self.sanitizer is not None:
-            self.sanitizer.given_back()
+        assert self.sanitizer is not None
+        self.sanitizer.given_back()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See ``PlanPerformer``."""

@@ -580,7 +580,7 @@ class Lease:
         first, waits = not self._asked and not self._by_layer, self.loading
         self._asked += 1
         try:
-            if self.loading:
+            if waits:
                 with self._head.span("asynccache.load", attributes={"asynccache.tokens": core.loaded_tokens}):
                     for op in core.loads:
                         await first_ended(self._head.driver.ops, (op,))
