@@ -300,7 +300,7 @@ class CacheCore:
     def drain(self, walk: Walk) -> Plan | More:
         """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
         slice of ``walk``: it returns ``More`` if the next call is to go on, else the last plan."""
-        self._transfers.save_some(walk)
+        self._transfers.backup_some(walk)
         return self.world.plan() if walk.over() else More(self.world.plan())
 
     def survey(self) -> Survey:

@@ -286,8 +286,8 @@ class Commits:
         elif self._policy is _WRITE_BACK:
             due = None
         if due is not None:
-            self._transfers.save_or_defer(due, begin)
-        self._transfers.save_coldest()
+            self._transfers.backup_or_defer(due, begin)
+        self._transfers.backup_coldest()
 
     def _count_pass(self, lease: CoreLease, end: Node) -> Node | None:
         """Count that this lease has passed, once, through every node up to ``end`` without a host copy. Return the

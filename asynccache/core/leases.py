@@ -257,7 +257,7 @@ class Leases:
         self._await_arrivals(lease, path, target)
         if ask.load:
             self._clone(lease, path)
-        self._transfers.save_coldest()
+        self._transfers.backup_coldest()
         return lease
 
     def _await_arrivals(self, lease: CoreLease, path: Sequence[Node], target: int) -> None:
@@ -334,7 +334,7 @@ class Leases:
             else:
                 lease.own[c] += taken
         lease.reserved += more[0] * self._page_size
-        self._transfers.save_coldest()
+        self._transfers.backup_coldest()
         return self._world.plan()
 
     def _trim_window(self, lease: CoreLease) -> bool:

@@ -187,7 +187,7 @@ class Backfill:
                 before = world.ledger.next
                 world.publish(Medium.STORAGE, True, node)
                 if self._store:
-                    self._transfers.store([node], self._began)
+                    self._transfers.backup_storage([node], self._began)
                 begun_pages += size if world.ledger.next > before else 0
             if world.spent():
                 break

@@ -293,7 +293,7 @@ class PrefetchOperations:
         if node is None or node.state[place] == PRESENT:
             return None
         if node.state[place] == ABSENT:
-            room = self._transfers.save(node)
+            room = self._transfers.backup_host(node)
             if room is SLICE:
                 return More(self._world.plan())
             if room is SHORT:

@@ -60,8 +60,6 @@ class Room(Enum):
 # Reading a member from its Enum takes time, a module's name almost none.
 FREE, SHORT, SAVING, SLICE = Room
 
-Save = Callable[[Node], Room]
-
 
 class Verdict(Enum):
     """The decision about a device cell that goes next: whether it is copied first."""
@@ -84,13 +82,13 @@ class Cost(Enum):
 
 
 class RoomMaker:
-    """Frees slots by eviction. ``save`` starts the backup of a node: ``Transfers.save``."""
+    """Frees slots by eviction. ``backup_host`` starts the backup of a node: ``Transfers.backup_host``."""
 
-    __slots__ = ("_claims", "_refusal", "_save", "_world")
+    __slots__ = ("_backup_host", "_claims", "_refusal", "_world")
 
-    def __init__(self, world: World, save: Save, claims: Claims) -> None:
+    def __init__(self, world: World, backup_host: Callable[[Node], Room], claims: Claims) -> None:
         self._world = world
-        self._save = save
+        self._backup_host = backup_host
         self._claims = claims
         self._refusal: tuple[list[Node], tuple[int, ...], list[int], int, Cost] | None = None
 
@@ -313,7 +311,7 @@ class RoomMaker:
             elif verdict is OUTDONE:
                 self._evict_outdone(node, place)
             else:
-                room = self._save(node) if verdict is UNSAVED else SLICE
+                room = self._backup_host(node) if verdict is UNSAVED else SLICE
                 world.offer(node, place)
                 if room is SLICE:
                     return pause

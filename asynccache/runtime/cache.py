@@ -322,7 +322,7 @@ class AsyncCache:
         head = self._ready()
         async with holding(head.driver.lock):
             head.driver.apply_outcomes()
-            return head.driver.unlocked(head.core.match, head.namespaces.space(namespace), key)
+            return head.driver.call_unlocked(head.core.match, head.namespaces.space(namespace), key)
 
     def prefetch(self, tokens: Tokens, namespace: Namespace = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for one lease

@@ -5,9 +5,9 @@ Nothing in this module waits, so that it can be compiled; ``core_calls`` has the
 
 Laws:
 * No await between a core call and ``perform``: effects are in their queues before anybody else can run.
-* A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
-  give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
-  evict or back up to the next holder.
+* A core call that may split a node holds the tree lock, also when nobody else wants it (``call_locked``). Calls that
+  only give something back may be made without it (``call_unlocked``): the core refuses to split in them, and leaves
+  what it would evict or back up to the next holder.
 * Whoever takes the lock applies what waits in the queue of acks before anything else is decided: the outcomes, and the
   commits of fetches that have read their pages. A commit that must wait for an operation is queued again when that has
   ended, and nothing waits behind it.
@@ -368,7 +368,7 @@ class Driver:
             self.refuse()
         self._head.note_failures()
         if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
-            self.perform(self.locked(self.core.follow_up))
+            self.perform(self.call_locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
         """Note that the ack task has taken ``ack`` out of the queue, and waits for the lock. The next holder of the
@@ -380,7 +380,7 @@ class Driver:
         Return True if there were outcomes: then the core has followed up, too."""
         outcomes = [ack for ack in acks if isinstance(ack, (Outcome, Failing))]
         if outcomes:
-            self.perform(self.locked(self.core.complete, outcomes))
+            self.perform(self.call_locked(self.core.complete, outcomes))
         for ack in acks:
             if not isinstance(ack, (Outcome, Failing, Nudge)):
                 self._commit(ack)
@@ -409,7 +409,7 @@ class Driver:
 
     # calls of the core
 
-    def locked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_locked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make a core call that may split nodes. The caller holds the tree lock, and performs the plan before it
         awaits anything.
 
@@ -435,7 +435,7 @@ class Driver:
         finally:
             world.may_split = False
 
-    def unlocked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_unlocked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make a core call that splits nothing. The caller need not hold the tree lock; another task may hold it,
         between two slices of a call of its own. The caller performs the plan before it awaits anything.
 
@@ -456,9 +456,9 @@ class Driver:
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """Make a core call as ``unlocked`` does, by which a holder of pins or pages gives them back. This must always
-        be possible, so it never raises ``CacheClosed``: if the core's books may be wrong, the call is not made, and
-        the plan that is returned is empty. Whatever ``call`` raises closes the cache."""
+        """Make a core call as ``call_unlocked`` does, by which a holder of pins or pages gives them back. This must
+        always be possible, so it never raises ``CacheClosed``: if the core's books may be wrong, the call is not made,
+        and the plan that is returned is empty. Whatever ``call`` raises closes the cache."""
         if self.broken:
             return EMPTY
         try:
@@ -482,7 +482,7 @@ class Driver:
             return False
         try:
             self.apply_outcomes()
-            answer = self.locked(self.core.lease, ask)
+            answer = self.call_locked(self.core.lease, ask)
             if isinstance(answer, Grant):
                 granted(answer)
             self.perform(answer.plan)
@@ -506,7 +506,7 @@ class Driver:
         """Tell the core whether storage is ``late``. A timer calls this, too, and nobody would see its error; so an
         error of the core is not raised here if it has closed the cache, whose users are told the reason."""
         try:
-            self.perform(self.unlocked(self.core.note_late_storage, late))
+            self.perform(self.call_unlocked(self.core.note_late_storage, late))
         except Exception:
             if self.closed is None:
                 raise

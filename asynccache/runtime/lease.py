@@ -151,7 +151,7 @@ class Publishing:
                 raise RuntimeError("the lease is released")
             if core.valid is not None or failed:
                 raise LoadFailed(core.length if core.valid is None else core.valid)
-            answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
+            answer = driver.call_locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
             if not isinstance(answer, Wait):
                 if len(key) > len(self._key):
                     self._key = key
@@ -350,7 +350,7 @@ class Lease:
                             if place is None:
                                 place = line.join(ticket)
                                 if arrival is None:
-                                    match = driver.unlocked(driver.core.match, ask.space, ask.key)
+                                    match = driver.call_unlocked(driver.core.match, ask.space, ask.key)
                                     arrival = CachedOnArrival(match.device, match.host)
                             line.sleep(place)
                     if place is not None:
@@ -708,7 +708,7 @@ class Lease:
         position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
         driver = self._head.driver
-        driver.perform(driver.unlocked(driver.core.advance, self._core, position))
+        driver.perform(driver.call_unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
         """Give back the lease's own pages that lie wholly beyond ``length`` tokens, such as those of speculative tokens
@@ -723,7 +723,7 @@ class Lease:
         length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
         driver = self._head.driver
-        driver.perform(driver.unlocked(driver.core.truncate, self._core, length))
+        driver.perform(driver.call_unlocked(driver.core.truncate, self._core, length))
 
     def _fence(self, name: str, after: object | None) -> None:
         batch = self._head.batches.batch(name, after)

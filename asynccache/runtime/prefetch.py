@@ -378,7 +378,7 @@ class Prefetches:
         there is no storage or none that can be asked now."""
         if len(self.pools.components) > 1:
             key = usable_by_a_lease(key, self.page_size)
-        match = self.driver.unlocked(self.driver.core.match, space, key)
+        match = self.driver.call_unlocked(self.driver.core.match, space, key)
         prefetch = Prefetch(self, space, key, CachedOnArrival(match.device, match.host))
         whole = len(key) // TOKEN_BYTES // self.page_size * self.page_size
         if not self.worker.has_stores:
@@ -445,7 +445,7 @@ class Prefetches:
         if (timer := self.claims.get(ticket)) is not None:
             timer.cancel()
         if not self.driver.broken:
-            self.driver.unlocked(self.driver.core.confirm_claim, ticket, leases > 0)
+            self.driver.call_unlocked(self.driver.core.confirm_claim, ticket, leases > 0)
         self.claims[ticket] = None if leases else self.loop.call_later(HELD_FOR, self.drop_claim, ticket)
 
     def drop_claim(self, ticket: int) -> None:
@@ -505,7 +505,7 @@ class Prefetches:
     async def _work(self, prefetch: Prefetch) -> tuple[PrefetchStatus, str]:
         """Run fetches, or share those of others, until the prefetch has its pages or a new wish."""
         while prefetch.wish is Wish.RUN:
-            shape = self.driver.unlocked(self.driver.core.prefetch_look, prefetch.space, prefetch.key)
+            shape = self.driver.call_unlocked(self.driver.core.prefetch_look, prefetch.space, prefetch.key)
             if isinstance(shape, Skip):
                 return (PrefetchStatus.COMPLETE, "") if prefetch.tokens() else (PrefetchStatus.SKIPPED, shape.reason)
             alike = (one for one in self._fetches if one.space == prefetch.space and one.brings(prefetch.key, shape))
@@ -773,7 +773,7 @@ class Fetch:
                     if self.wish is not Wish.RUN:  # told while it waited for the lock
                         return False
                     now = Begin.LATER if line.must_wait(ticket) else begin
-                    answer = driver.locked(driver.core.prefetch_open, self.space, key, now)
+                    answer = driver.call_locked(driver.core.prefetch_open, self.space, key, now)
                     if isinstance(answer, Skip):
                         self.skipped = answer.reason
                         return False
@@ -922,7 +922,7 @@ class Fetch:
             return ()
         hashes = self._hashes_of(range(self._pages_of(self.shape.anchor), self._pages_of(end)))
         holders = [sharer.ticket for sharer in self.sharers]
-        answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
+        answer = self._driver.call_locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
         if isinstance(answer, Wait):
             self._driver.perform(answer.plan)
             return answer.ops

@@ -78,7 +78,7 @@ class StoreAttachments:
             async with holding(driver.lock):
                 driver.apply_outcomes()
                 worker.use_store(opened.number, position)
-                driver.perform(driver.locked(driver.core.attach_storage, self._access()))
+                driver.perform(driver.call_locked(driver.core.attach_storage, self._access()))
                 stores = backfill and opened.options.write
                 if stores or announcer is not None:
                     walk = driver.core.backfill(store=stores)
@@ -132,7 +132,7 @@ class StoreAttachments:
             if self._announcer is not None:
                 self._announcer.end(store.number)
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
-            driver.perform(driver.locked(driver.core.detach_storage, self._access()))
+            driver.perform(driver.call_locked(driver.core.detach_storage, self._access()))
         if closing is not None:
             _, late = await asyncio.wait([closing], timeout=patience)
             if late:

@@ -19,7 +19,7 @@ async def test_an_argument_of_another_type_closes_the_cache() -> None:
     driver = parts(cache).driver
     call: Any = driver.core.truncate
     with pytest.raises((TypeError, AttributeError)) as raised:
-        driver.unlocked(call, None, "all")
+        driver.call_unlocked(call, None, "all")
     with pytest.raises(CacheClosed):
         async with cache.lease([1, 2, 3]):
             pass

@@ -142,7 +142,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
     slices = asyncio.ensure_future(drive(driver, call, driver.perform))
     await turns(1)
     with pytest.raises(Injected):
-        driver.unlocked(fails)
+        driver.call_unlocked(fails)
     with pytest.raises(CacheClosed, match="between two slices"):
         await slices
     assert asked == 1
@@ -167,7 +167,7 @@ async def test_a_core_that_breaks_between_two_slices_of_the_last_survey_is_what_
 
     def break_it() -> None:
         with pytest.raises((Injected, CacheClosed)):
-            driver.unlocked(fails)
+            driver.call_unlocked(fails)
 
     asked: list[Survey] = []
     usual = Survey.unsaved

@@ -63,7 +63,7 @@ async def test_between_two_slices_the_lock_is_free(
             await serve(cache, text(1, seed))
         await settled(cache)
         driver, holds, slices = parts(cache).driver, 0, Counter[int]()
-        locked, release = driver.locked, TreeLock.release
+        locked, release = driver.call_locked, TreeLock.release
 
         def counted(*arguments: Any, **more: Any) -> Any:
             answer = locked(*arguments, **more)
@@ -75,7 +75,7 @@ async def test_between_two_slices_the_lock_is_free(
             holds += 1
             release(lock)
 
-        driver.locked = counted  # type: ignore[method-assign]
+        driver.call_locked = counted  # type: ignore[method-assign]
         monkeypatch.setattr(TreeLock, "release", released)
         await call(cache)
         assert slices.total() >= NODES // 4 - 1

@@ -38,7 +38,7 @@ async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -
     node = next(iter(core.world.roots.values())).children
     assert node
     with pytest.raises(InvariantViolation, match="tree lock"):
-        driver.unlocked(core.world.split, next(iter(node.values())), 2)
+        driver.call_unlocked(core.world.split, next(iter(node.values())), 2)
     assert splits(cache) == 0
     assert cache.closed is not None
     assert "tree lock" in cache.closed
@@ -53,7 +53,7 @@ async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
     with pytest.raises(InvariantViolation, match="nobody holds the tree lock"):
-        parts(cache).driver.locked(parts(cache).core.drain, parts(cache).core.walk())
+        parts(cache).driver.call_locked(parts(cache).core.drain, parts(cache).core.walk())
     assert cache.closed is not None
     await cache.aclose()
     await device.aclose()
@@ -69,19 +69,19 @@ async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tre
 
         async def hold() -> None:
             async with holding(driver.lock):
-                driver.perform(driver.locked(driver.core.follow_up))
+                driver.perform(driver.call_locked(driver.core.follow_up))
                 handed.set()
                 await turns(3)
 
         async with holding(driver.lock):
-            driver.perform(driver.locked(driver.core.follow_up))
+            driver.perform(driver.call_locked(driver.core.follow_up))
             holder = asyncio.ensure_future(hold())
             gives_up = asyncio.ensure_future(hold())
             await turns(3)
             gives_up.cancel()
         await handed.wait()
         with pytest.raises(InvariantViolation, match="holds the tree lock"):
-            driver.locked(driver.core.follow_up)
+            driver.call_locked(driver.core.follow_up)
         await holder
         assert not driver.lock.locked()
         assert cache.closed is None
@@ -115,13 +115,13 @@ def play_all() -> None:
 
 
 def without_the_lock(driver: Driver, call: Callable[..., Any], *arguments: Any) -> Any:
-    return driver.unlocked(call, *arguments)
+    return driver.call_unlocked(call, *arguments)
 
 
 @pytest.mark.source
 def test_the_worlds_find_a_commit_that_does_not_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core call made as if it could not split: some world splits a node in it."""
-    monkeypatch.setattr(Driver, "locked", without_the_lock)
+    monkeypatch.setattr(Driver, "call_locked", without_the_lock)
     with pytest.raises(BaseException) as caught:
         play_all()
     assert "tree lock" in everything(caught.value)
