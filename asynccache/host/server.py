@@ -39,7 +39,7 @@ LONG_RESERVED = 30.0
 HAND_OVER_PATIENCE, HEIR_PATIENCE = 2.0, 30.0
 MOST_DESCRIPTORS = 200
 COUNTERS = ("hits", "misses", "asked_hits", "stored", "evicted", "over_limit", "no_room", "damaged", "malformed",
-            "died", "freed_by_death")  # fmt: skip
+            "died", "freed_by_death", "ended", "kept", "not_kept", "prefetched", "hints_unknown")  # fmt: skip
 
 LOG = logging.getLogger("asynccache.host")
 
@@ -67,6 +67,8 @@ class Snapshot(msgspec.Struct, array_like=True):
     generations: bytes
     kept: list[KeptPage]
     reserved: list[tuple[int, str, list[KeptPage]]]
+    keep: list[tuple[bytes, float]] = []
+    """Pages that are to be kept, and for how many seconds more; a server of before has none."""
 
 
 class Inherited:
@@ -295,6 +297,9 @@ class HostServer:
         self.boot = snapshot.boot
         generations = memoryview(snapshot.generations).cast("Q").tolist()
         self.table.restore(snapshot.usable, generations, snapshot.kept, owed)
+        self.table.now = time.monotonic()
+        for page, seconds in snapshot.keep:
+            self.table.keep([page], seconds)
 
     async def _grow(self, usable: asyncio.Event) -> None:
         """Allocate the memory, part by part, and use each part at once. ``usable`` is set after the first."""
@@ -315,7 +320,7 @@ class HostServer:
         return {
             "pages": len(table.index), "bytes": table.bytes, "capacity_bytes": table.layout.units * UNIT,
             "allocated_bytes": table.usable * UNIT, "free_bytes": table.free_bytes, "clients": len(self._clients),
-            "processes": len(self._peers), "reserved_bytes": table.reserved_bytes,
+            "processes": len(self._peers), "reserved_bytes": table.reserved_bytes, "kept_bytes": table.kept_bytes,
             "oldest_reservation": round(max(held, default=0.0), 3), **{name: table.counts[name] for name in COUNTERS},
             **({} if self.behind is None else self.behind.counts()),
         }  # fmt: skip
@@ -487,7 +492,7 @@ class HostServer:
         table = self.table
         reserved = [(peer.key, peer.writer.name, table.reserved_by(peer.writer)) for peer in writing]
         return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
-                        table.generations(), list(table.kept()), reserved)  # fmt: skip
+                        table.generations(), list(table.kept()), reserved, table.kept_for())  # fmt: skip
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""

@@ -53,6 +53,8 @@ from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
+    Hint,
+    Hintable,
     Listable,
     PageKey,
     Record,
@@ -289,7 +291,7 @@ def breaker_of(backend: object, jitter: Callable[[], float] = lambda: 1.0) -> Br
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 15.0
 PART_PAGES = 1024
 """Pages in one call of the backend, at most. A longer call is made in parts, so that it does not hold up the loop."""
-COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
+COUNTERS = ("put_pages", "get_pages", "corrupt_pages", "hinted_pages", "unheard_hints")
 
 
 class CheckedStore:
@@ -385,6 +387,26 @@ class CheckedStore:
         """
         _check_keys(keys)
         return await self._guard.answers("ask", keys, self.backend.exists)
+
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float = 0.0) -> list[Result]:
+        """Pass on a hint about the pages of ``keys``: HIT for each that is now as the hint wants it, else MISS; FAILED
+        where the backend is not asked or does not answer. A backend that takes no hints (see ``Hintable``) is not
+        asked, which is counted as ``unheard_hints``, and the answer is MISS. Cancelling it may leave any of it done.
+
+        Raises:
+            ConfigError: an argument is unusable.
+        """
+        verb, seconds = checks.instance("verb", verb, Hint), checks.number("seconds", seconds, 0)
+        _check_keys(keys)
+        backend = self.backend
+        if not isinstance(backend, Hintable):
+            self._counts["unheard_hints"] += 1
+            return [Result.MISS] * len(keys)
+        results: list[Result] = []
+        for part in _parts(len(keys)):
+            results += await self._guard.answers("ask", keys[part], lambda keys: backend.hint(verb, keys, seconds))
+        self._counts["hinted_pages"] += results.count(Result.HIT)
+        return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling

@@ -10,13 +10,14 @@ Cancelling a call returns only after the backend has let go of every buffer that
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
 ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a
-backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients.
+backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients,
+``Hintable`` for one that can use what is known of pages beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache import checks
@@ -36,6 +37,19 @@ class Result(IntEnum):
     HIT = 1
     CORRUPT = 2
     FAILED = 3
+
+
+class Hint(Enum):
+    """What somebody knows of pages beforehand. A hint is no order: a store does what it can.
+
+    PREFETCH: they will be wanted soon, so have them where they are read fastest.
+    KEEP: spare them for some seconds.
+    ENDED: their conversation is over, so they may go before all others.
+    """
+
+    PREFETCH = "PREFETCH"
+    KEEP = "KEEP"
+    ENDED = "ENDED"
 
 
 class PageKey(NamedTuple):
@@ -233,6 +247,17 @@ class Counting(Protocol):
         Raises:
             BackendError: the server does not answer.
         """
+        ...
+
+
+@runtime_checkable
+class Hintable(Protocol):
+    """A backend that decides itself which pages stay, and can use hints. Optional."""
+
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float) -> list[Result]:
+        """Take a hint about the pages of ``keys``, those of a conversation in its order: HIT for each that is now as
+        the hint wants it, else MISS. ``seconds``: for how long, 0 or more, for KEEP; a store bounds it. Cancelling it
+        may leave any of it done."""
         ...
 
 

@@ -6,9 +6,9 @@ Laws:
 * One wake-up of the loop begins all calls in the queue, and a call's future is done in the same turn of the loop in
   which its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
 * A call that is late, or is cut short by ``close``, is answered with what is known by then, and with FAILED for the
-  rest. A call with memory is cancelled for that. An EXISTS call has no memory, so it is answered at once and goes on
-  unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only ``close``
-  cancels it.
+  rest. A call with memory is cancelled for that. A question or a hint has no memory, so it is answered at once and
+  goes on unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only
+  ``close`` cancels it.
 * The main task owns the stores. It opens them, waits until ``close`` is called and all calls have ended, and closes
   them. Then the thread ends. A ``clear`` does not wait in the queue; ``close`` cuts it short as it does a call.
 
@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from asynccache.errors import ConfigError, Timeout, Unavailable, forget_frames
 from asynccache.storage.attachment import open_all
-from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.contract import Hint, PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.tiers import TieredStore
 
 if TYPE_CHECKING:
@@ -154,14 +154,16 @@ let go when it answers, but a thread of its own may be just about to drop its la
 _T = TypeVar("_T")
 
 
-StoreVerb = Literal["exists", "get", "put"]
+StoreVerb = Literal["exists", "get", "put", "hint"]
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS has none. ``until`` is its
-    deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has.
-    ``asking``: whether the stores are working on it and were not told to give up."""
+    """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS and a hint have none.
+    ``until`` is its deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS
+    where none has.
+    ``asking``: whether the stores are working on it and were not told to give up. ``hint``: what a hint says, and its
+    seconds."""
 
     verb: StoreVerb
     keys: Sequence[PageKey]
@@ -174,9 +176,15 @@ class PendingCall:
     loan: RowLoan | None = None
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[None] | None = None
+    hint: tuple[Hint, float] | None = None
 
     def __repr__(self) -> str:
         return f"PendingCall({self.verb}, {len(self.keys)} pages of {self.rows.pool!r})"
+
+    @property
+    def borrows(self) -> bool:
+        """True if it uses the caller's memory."""
+        return self.verb in ("get", "put")
 
     def so_far(self) -> list[Result]:
         """Return the results of a call that is cut short now: HIT and CORRUPT as the stores have answered, FAILED for
@@ -301,7 +309,7 @@ class StoreThread:
 
     def held(self) -> int:
         """Return how many pages there are whose memory a store may be using now."""
-        return sum(len(call.keys) for call in list(self._under_way) if call.verb != "exists")
+        return sum(len(call.keys) for call in list(self._under_way) if call.borrows)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters of the stores and of this instance. To be called on the loop only."""
@@ -380,7 +388,7 @@ class StoreThread:
         for call in self._under_way:
             if not call.future.done():
                 self.counts["abandoned_pages"] += len(call.keys)
-            if call.verb == "exists":
+            if not call.borrows:
                 self._answer(call, call.so_far())
             self._end(call)
 
@@ -416,7 +424,7 @@ class StoreThread:
             self.counts["late_calls"] += 1
             self._answer(call, call.so_far())
             return
-        if call.verb != "exists":
+        if call.borrows:
             try:
                 call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
@@ -438,6 +446,8 @@ class StoreThread:
                 call.known = [Result.MISS] * len(call.keys)
                 if call.loan is not None:
                     results = await self.tiers.get(call.keys, call.loan.views, call.known)
+                elif call.hint is not None:
+                    results = await self.tiers.hint(call.hint[0], call.keys, call.hint[1])
                 else:
                     results = await self.tiers.exists(call.keys, call.known)
         except BaseException as error:  # it was cancelled, or a plug-in raised what no store has a right to raise
@@ -451,12 +461,11 @@ class StoreThread:
         self._answer(call, call.so_far() if results is None else results)
 
     def _late(self, call: PendingCall) -> None:
-        """End a call whose deadline is over. An EXISTS call has no memory, so it is answered at once and goes on
-        unheard."""
+        """End a call whose deadline is over. One without memory is answered at once and goes on unheard."""
         if call.future.done():
             return
         self.counts["late_calls"] += 1
-        if call.verb == "exists":
+        if not call.borrows:
             self._answer(call, call.so_far())
         else:
             self._end(call)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.checked import RECORD_SCHEMA
-from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.contract import Hint, PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.loop_thread import PendingCall, Rows, StoreThread, StoreVerb
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class _StoredPool(NamedTuple):
 class Pages:
     """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
 
-    Each of ``exists``, ``put`` and ``get`` takes many keys at a time and returns a ``concurrent.futures.Future`` at
-    once. Its result is a list with one ``Result`` for each key, in their order: HIT, MISS, CORRUPT (the stored page did
-    not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
+    Each of ``exists``, ``put``, ``get`` and ``hint`` takes many keys at a time and returns a
+    ``concurrent.futures.Future`` at once. Its result is a list with one ``Result`` for each key, in their order: HIT,
+    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
     future can be cancelled until its call begins; after that ``cancel()`` returns False and changes nothing. Callbacks
     of a future run in the thread that serves the stores. They should return soon; they may begin calls and must not
     wait for any.
@@ -160,6 +160,20 @@ class Pages:
         if len(set(call.slots)) < len(call.slots):
             twice = next(slot for slot in call.slots if call.slots.count(slot) > 1)
             raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
+        return self._serving.submit(call)
+
+    def hint(
+        self, verb: Hint, keys: Iterable[bytes], seconds: float = 0.0, *, pool: str | None = None,
+        timeout: float | None = None,
+    ) -> Future[list[Result]]:  # fmt: skip
+        """Tell the stores what is known of these pages, those of a conversation in its order. HIT for each page that is
+        now as the hint wants it; MISS where it is not, as in stores that take no hints. ``seconds``: for how long, for
+        ``Hint.KEEP``. ``timeout`` and errors: as for ``exists``.
+        """
+        until = self._until(timeout)
+        chosen = self._pool(pool)
+        verb, seconds = checks.instance("verb", verb, Hint), checks.number("seconds", seconds, 0)
+        call = PendingCall("hint", _page_keys(keys, chosen), chosen.rows, (), until, hint=(verb, seconds))
         return self._serving.submit(call)
 
     # the whole

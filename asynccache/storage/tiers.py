@@ -20,7 +20,7 @@ from asynccache.errors import Timeout
 from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
-from asynccache.storage.contract import PageKey, Result, is_shared
+from asynccache.storage.contract import Hint, PageKey, Result, is_shared
 from asynccache.storage.promotion import ROOM_BYTES, Promotions
 from asynccache.storage.url import StoreOptions, check_name, place_of
 
@@ -246,6 +246,13 @@ class TieredStore:
                 break
             _take_over(results, part, await attached.exists([keys[at] for at in part]))
         return results
+
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float = 0.0) -> list[Result]:
+        """Pass on a hint to all stores: HIT for each page that is as the hint wants it in one of them, else FAILED
+        where one could not tell, else MISS. Cancelling it may leave any of it done."""
+        absent = [Result.MISS] * len(keys)
+        calls = [one.ask(lambda store: store.hint(verb, keys, seconds), absent) for one in self._stores]
+        return _best(await _all(calls)) if calls else absent
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key from all stores: FAILED where one of them could not, HIT where one had the page,

@@ -12,25 +12,26 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, is_shared
+from asynccache.storage.contract import Hint, PageKey, Record, Result, StorageBackend, is_shared
 
 
 class WrappedBackend:
     """Passes every call on to ``inner``. Cancelling a call cancels the call of ``inner``.
 
-    It has the optional ``probe`` (see ``Probeable``), ``watch`` (see ``Watchable``), ``damaged`` (see ``Layered``) and
-    ``longest_backoff`` only if ``inner`` has.
+    It has the optional ``probe`` (see ``Probeable``), ``watch`` (see ``Watchable``), ``damaged`` (see ``Layered``),
+    ``hint`` (see ``Hintable``) and ``longest_backoff`` only if ``inner`` has.
     """
 
     probe: Callable[[], Awaitable[None]]
     watch: Callable[[Tell | None], None]
     damaged: Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
+    hint: Callable[[Hint, Sequence[PageKey], float], Awaitable[list[Result]]]
     longest_backoff: float
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.shared = is_shared(inner)
-        for name in ("probe", "watch", "damaged", "longest_backoff"):
+        for name in ("probe", "watch", "damaged", "hint", "longest_backoff"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
