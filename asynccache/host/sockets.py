@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
+import select
 import socket
 import stat
 import struct
+from contextlib import suppress
+from pathlib import Path
 
 from asynccache.errors import ConfigError
 
@@ -30,8 +34,37 @@ def pidfd_of(sock: socket.socket, pid: int) -> int:
     """Return a pidfd of the process at the other end. Raises OSError: it has gone, or cannot be seen from here."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:  # before Linux 6.5
-        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise  # it has gone, and its number may be another one's
+        return os.pidfd_open(pid)  # before Linux 6.5
+
+
+def process_of(pidfd: int) -> tuple[str, int] | None:
+    """Return what no other living process has; None if nothing tells this one from others.
+
+    Since Linux 6.9 that is the inode of its pidfds. Before, those of all processes have one inode, which is that of all
+    anonymous files; then it is its number, if it can be seen from here, in other containers there are equal ones.
+    """
+    anonymous = os.eventfd(0)
+    try:
+        inode = os.fstat(pidfd).st_ino
+        if inode != os.fstat(anonymous).st_ino:
+            return "inode", inode
+        with suppress(OSError, ValueError, StopIteration):
+            lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+            pid = int(next(line for line in lines if line.startswith("Pid:"))[4:])
+            return ("pid", pid) if pid > 0 else None  # 0: it cannot be seen; -1: it has gone
+        return None
+    finally:
+        os.close(anonymous)
+
+
+def is_dead(pidfd: int) -> bool:
+    """Return True if the process has died."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def group_id(group: str) -> int:
