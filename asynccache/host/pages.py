@@ -3,8 +3,9 @@
 Laws:
 * Every slot and every unit is free, or a page's, or reserved by a process, or both of the latter: never of two pages.
 * A slot's generation grows when its page has gone, before anybody else can get the slot.
-* A page that is *pinned* (a store reads from it or into it) keeps its place until it is unpinned, also if it was
-  dropped.
+* A page that is *pinned* (a store is being written from it) keeps its place until it is unpinned, also if it was
+  dropped. Like a slot that is reserved, it belongs to a process: if another server takes over meanwhile, until that
+  process is dead.
 * Of two processes that write the same page the first to publish wins; the other's slot comes free.
 * What one process may have reserved is bounded, and so is what all have: half of the memory.
 
@@ -87,14 +88,21 @@ class HostPage:
 
 
 class Writer:
-    """A process that has slots reserved. ``name``: its number and label, for people."""
+    """A process that has slots reserved. ``name``: its number and label, for people. ``pinned``: pages that it reads
+    from as a server, and how often."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.reserved: dict[int, HostPage] = {}
+        self.pinned: Counter[HostPage] = Counter()
         self.bytes = 0
         self.since = 0.0
         """When it began to have slots reserved without a break; by the owner's clock."""
+
+    @property
+    def holds(self) -> bool:
+        """True while anything has to stay where it is because of this process."""
+        return bool(self.reserved or self.pinned)
 
     def __repr__(self) -> str:
         return f"Writer({self.name!r}, {len(self.reserved)} slots)"
@@ -281,10 +289,12 @@ class PageTable:
                 self._release(page)
 
     def end(self, writer: Writer) -> int:
-        """Free all that ``writer`` has reserved; it can write no more. Returns how many slots that were. Calling it
-        twice is fine."""
+        """Free all that ``writer`` has reserved, and unpin what it has pinned; it can copy no more. Returns how many
+        slots it had reserved. Calling it twice is fine."""
         count = len(writer.reserved)
         self.give_back(writer, list(writer.reserved))
+        for page in list(writer.pinned.elements()):
+            self.unpin(writer, page)
         return count
 
     def _taken_back(self, writer: Writer, slot: int) -> HostPage | None:
@@ -323,9 +333,17 @@ class PageTable:
         if not page.pins:
             self._release(page)
 
-    def unpin(self, page: HostPage) -> None:
+    def pin(self, writer: Writer, page: HostPage) -> None:
+        """Keep a stored page where it is until ``writer`` has unpinned it as often, or is dead."""
+        page.pins += 1
+        writer.pinned[page] += 1
+
+    def unpin(self, writer: Writer, page: HostPage) -> None:
         """Take one pin off. A page that was dropped goes with its last pin."""
         page.pins -= 1
+        writer.pinned[page] -= 1
+        if not writer.pinned[page]:
+            del writer.pinned[page]
         if not page.pins and not page.stored and self._in_slot[page.slot] is page:
             self._release(page)
 
@@ -406,16 +424,19 @@ class PageTable:
         for page in self.index.values():
             yield KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, page.written)
 
-    def reserved_by(self, writer: Writer) -> list[KeptPage]:
-        """Return what a writer has reserved."""
-        return [KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, 0.0)
-                for page in writer.reserved.values()]  # fmt: skip
+    def held_by(self, writer: Writer) -> tuple[list[KeptPage], list[int]]:
+        """Return what nobody may find or overwrite while ``writer`` lives, and the slots of the stored pages that it
+        has pinned."""
+        hidden = [*writer.reserved.values(), *(page for page in writer.pinned if not page.stored)]
+        kept = [KeptPage(page.key, page.pool, page.length, page.slot, page.start, page.label.name, 0.0)
+                for page in hidden]  # fmt: skip
+        return kept, [page.slot for page in writer.pinned if page.stored]
 
     def restore(
         self, usable: int, generations: Sequence[int], kept: Iterable[KeptPage],
-        reserved: Iterable[tuple[Writer, KeptPage]],
+        reserved: Iterable[tuple[Writer, KeptPage]], pinned: Iterable[tuple[Writer, int]],
     ) -> None:  # fmt: skip
-        """Take over the pages of another server, and what processes have reserved there. To be called once, first."""
+        """Take over the pages of another server, and what processes hold there. To be called once, first."""
         self._generations = array("Q", generations)
         self._in_slot = [None] * len(generations)
         places: list[tuple[int, int]] = []
@@ -437,6 +458,10 @@ class PageTable:
             writer.bytes += page.units * UNIT
             page.label.reserved += page.length
             self.reserved_bytes += page.units * UNIT
+        for writer, slot in pinned:
+            kept_there = self._in_slot[slot]
+            assert kept_there is not None
+            self.pin(writer, kept_there)
         self._slots = [slot for slot, page in enumerate(self._in_slot) if page is None]
         self._extents.give_all_but(places, usable)
         self.usable = usable

@@ -60,10 +60,10 @@ class Pages:
 
     Each of ``exists``, ``put``, ``get`` and ``hint`` takes many keys at a time and returns a
     ``concurrent.futures.Future`` at once. Its result is a list with one ``Result`` for each key, in their order: HIT,
-    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
-    future can be cancelled until its call begins; after that ``cancel()`` returns False and changes nothing. Callbacks
-    of a future run in the thread that serves the stores. They should return soon; they may begin calls and must not
-    wait for any.
+    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could
+    not do it, or not in time). A future can be cancelled until its call begins; after that ``cancel()`` returns False
+    and changes nothing. Callbacks of a future run in the thread that serves the stores. They should return soon; they
+    may begin calls and must not wait for any.
 
     In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """

@@ -40,8 +40,6 @@ import asyncio
 import hmac
 import os
 import secrets
-import socket
-import stat
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -53,6 +51,7 @@ import aiofiles
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
+from asynccache.unix_socket import bound
 from asynccache.worker.messages import Ended, Message, encode
 
 LENGTH = 4
@@ -546,9 +545,8 @@ class Listener:
         must follow, also if this fails or is cancelled."""
         # asyncio gives the loop a turn once a server listens; before that it must be known here, for ``aclose``
         if where.path:
-            await _unused(where.path)
             server = await asyncio.start_unix_server(
-                self._came, sock=_private(where.path), limit=LIMIT, start_serving=False
+                self._came, sock=bound(where.path), limit=LIMIT, start_serving=False
             )
         else:
             server = await asyncio.start_server(
@@ -622,35 +620,6 @@ class Listener:
             raise RankFailure("is not authenticated")
         writer.write(_proof(self._secret, b"head", ours, theirs))
         return await _take_frame(reader, MOST_HELLO)
-
-
-async def _unused(path: str) -> None:
-    """Raise ``OSError`` if a process listens at ``path``: a new Unix socket there would take the path away from it."""
-    try:
-        _, writer = await asyncio.open_unix_connection(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return
-    writer.close()
-    raise OSError("somebody listens there")
-
-
-def _private(path: str) -> socket.socket:
-    """Return a Unix socket at ``path`` to which only this user may connect, from the first moment on. Raises
-    ``OSError``: there cannot be a socket at ``path``."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode):
-                os.unlink(path)  # of a head that was killed
-        before = os.umask(0o177)
-        try:
-            made.bind(path)
-        finally:
-            os.umask(before)
-    except BaseException:
-        made.close()
-        raise
-    return made
 
 
 async def open_listener(address: str, secret: bytes | None, answer: Answer, *, timeout: float) -> Listener:

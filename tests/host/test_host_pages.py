@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asynccache.errors import ConfigError
 from asynccache.host.memory import UNIT, Extents, HostMemory, layout_of, units_of
-from asynccache.host.pages import KEPT_SHARE, LONGEST_KEPT, ROOM_IN_A_ROW, HostPage, KeptPage, PageTable, Writer
+from asynccache.host.pages import KEPT_SHARE, LONGEST_KEPT, ROOM_IN_A_ROW, HostPage, PageTable, Writer
 
 SIZES = (1, 1000, UNIT, 3 * UNIT + 1, 16 * UNIT)
 
@@ -83,6 +83,7 @@ class TableMachine(RuleBasedStateMachine):
         self.table = table_of(quota=400 << 10, limits={"small": 100 << 10} if limited else None)
         self.writers = [Writer(str(number)) for number in range(3)]
         self.held: list[list[HostPage]] = [[], [], []]
+        self.store = Writer("store")
         self.pinned: list[HostPage] = []
         self.seen: dict[tuple[int, int], bytes] = {}
 
@@ -167,7 +168,7 @@ class TableMachine(RuleBasedStateMachine):
         page = self.table.index.get(name_of(key))
         if page is not None:
             if pin:
-                page.pins += 1
+                self.table.pin(self.store, page)
                 self.pinned.append(page)
             self.table.drop(page)
             assert name_of(key) not in self.table.index
@@ -175,7 +176,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         if self.pinned:
-            self.table.unpin(self.pinned.pop())
+            self.table.unpin(self.store, self.pinned.pop())
 
     @rule()
     def clear(self) -> None:
@@ -184,21 +185,24 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def next_server(self) -> None:
-        if self.pinned:
-            return  # stores are closed before another server takes over
-        old = self.table
+        old, books = self.table, [self.table.held_by(writer) for writer in (*self.writers, self.store)]
         new = PageTable(old.layout, old._shared, quota=old.quota,
                         limits={name: label.limit for name, label in old.labels.items() if label.limit})
-        writers = [Writer(str(number)) for number in range(3)]
-        owed = [(writers[who], KeptPage(p.key, p.pool, p.length, p.slot, p.start, p.label.name, 0.0))
-                for who, held in enumerate(self.held) for p in held]
-        new.restore(old.usable, list(old._generations), list(old.kept()), owed)
+        hands = [Writer(str(number)) for number in range(4)]
+        new.restore(old.usable, list(old._generations), list(old.kept()),
+                    [(hand, page) for hand, (kept, _) in zip(hands, books, strict=True) for page in kept],
+                    [(hand, slot) for hand, (_, slots) in zip(hands, books, strict=True) for slot in slots])
         assert list(new.index) == list(old.index)
         new.now = 7.0
         for key, seconds in old.kept_for():
             assert new.keep([key], seconds) == [seconds > 0]
-        self.table, self.writers = new, writers
-        self.held = [list(writer.reserved.values()) for writer in writers]
+        places = {page.slot: new._in_slot[page.slot] for page in self.pinned}
+        assert all(page is not None and page.start == was.start
+                   for was, page in zip(self.pinned, map(places.get, [was.slot for was in self.pinned]), strict=True))
+        self.table, self.writers, self.store, self.pinned = new, hands[:3], Writer("store"), []
+        self.held = [list(writer.reserved.values()) for writer in self.writers]
+        new.audit()
+        new.end(hands[3])  # the process whose store hangs is dead at last
 
     @invariant()
     def books_are_right(self) -> None:

@@ -141,10 +141,10 @@ class World:
         old = self.table
         generations = memoryview(old.generations()).cast("Q").tolist()
         self.table = PageTable(old.layout, self.memory.generations, quota=old.quota)
-        owed = [(client.writer, page) for client in self.clients for page in old.reserved_by(client.writer)]
+        owed = [(client.writer, page) for client in self.clients for page in old.held_by(client.writer)[0]]
         for client in self.clients:
             client.writer.reserved, client.writer.bytes = {}, 0
-        self.table.restore(old.usable, generations, list(old.kept()), owed)
+        self.table.restore(old.usable, generations, list(old.kept()), owed, [])
         for client in self.clients:
             client.session = self.session_of(client.writer)
 

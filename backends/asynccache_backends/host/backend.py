@@ -82,6 +82,7 @@ class HostBackend:
         self._calls = OpenCalls(f"store host:{path}")
         self._counts: Counter[str] = Counter()
         self._served: dict[bytes, int] = {}
+        self._dirty = False  # pages were stored since the last flush
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -174,8 +175,19 @@ class HostBackend:
         await self._told(wire.RemoveAll)
 
     async def flush(self) -> None:
-        """Return once everything is in the stores behind the memory, as far as these can promise that."""
-        await self._told(wire.Secure)
+        """Return once everything is in the stores behind the memory, as far as these can promise that.
+
+        Raises:
+            Unavailable: there is no server, and pages were stored since the last time, of which nobody can say more.
+                Without such pages there is nothing to say, so that an engine without a server ends like any other.
+        """
+        dirty, self._dirty = self._dirty, False
+        try:
+            await self._told(wire.Secure)
+        except BaseException as error:
+            self._dirty = self._dirty or dirty
+            if dirty or not isinstance(error, Unavailable) or self._calls.closed:
+                raise
 
     async def probe(self) -> None:
         """Return when the server has answered anything at all."""
@@ -305,6 +317,7 @@ class HostBackend:
                 for n, result in zip(fresh, published, strict=True):
                     answers[n] = result
                 self._counts["put_bytes"] += sum(lengths)
+                self._dirty = True
         except BaseException:
             self._connection.owe(channel, wire.GiveBack(slots, generations))
             raise
