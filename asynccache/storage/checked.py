@@ -51,6 +51,7 @@ from asynccache.errors import ConfigError, Timeout
 from asynccache.settle import MOST_THREADS, ThreadPool
 from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.contract import (
+    BLOCK_BYTES,
     HEADER_BYTES,
     KEY_BYTES,
     Hint,
@@ -65,6 +66,7 @@ from asynccache.storage.contract import (
     check_layout,
     drop_damaged,
     longest_backoff,
+    named_key,
     probe,
 )
 from asynccache.storage.url import MOST_CALLS
@@ -254,9 +256,11 @@ def store_layout(pools: Iterable[PoolSpec]) -> StoreLayout:
     return StoreLayout({spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}, RECORD_SCHEMA)
 
 
-def storage_key(prefix_hash: bytes, digest: bytes) -> bytes:
-    """Return the storage key, 32 bytes, of the page with this prefix hash in the pool with this ``pool_digest``."""
-    return hashlib.sha256(prefix_hash + digest).digest()
+def storage_key(prefix_hash: bytes, digest: bytes, *, named: bool = True) -> bytes:
+    """Return the storage key, 32 bytes, of the page with this prefix hash in the pool with this ``pool_digest``.
+    ``named``: the key names the block, by the end of its hash, which is its name in KV events (see ``named_key``)."""
+    block = int.from_bytes(prefix_hash[-BLOCK_BYTES:], "big") if named else None
+    return named_key(hashlib.sha256(prefix_hash + digest).digest(), block)
 
 
 def pool_digest(

@@ -24,6 +24,9 @@ from asynccache import checks
 
 HEADER_BYTES = 64
 KEY_BYTES = 32
+BLOCK_BYTES = 8
+_KIND_AT = KEY_BYTES - BLOCK_BYTES - 1
+_NO_BLOCK, _BLOCK, _BELOW_ZERO = range(3)
 
 
 class Result(IntEnum):
@@ -50,6 +53,27 @@ class Hint(Enum):
     PREFETCH = "PREFETCH"
     KEEP = "KEEP"
     ENDED = "ENDED"
+
+
+def named_key(digest: bytes, block: int | None) -> bytes:
+    """Return the storage key, 32 bytes, of a page with this ``digest`` (32 bytes). ``block``: the hash by which an
+    engine's KV events name the block that is found by this page, from -2**63 to 2**64 - 1; None: none is.
+
+    The last 9 bytes of a key are the block's name, so that whoever holds pages can tell routers of them by the names
+    that these know, whichever engine has stored them, and also after a restart. 23 bytes are left of the digest.
+    """
+    if block is None:
+        return digest[:_KIND_AT] + bytes((_NO_BLOCK,)) + digest[_KIND_AT + 1 :]
+    kind = _BELOW_ZERO if block < 0 else _BLOCK
+    return digest[:_KIND_AT] + bytes((kind,)) + (block % (1 << 64)).to_bytes(BLOCK_BYTES, "big")
+
+
+def block_in(key: bytes) -> int | None:
+    """Return the block that a storage key names; None: it names none."""
+    kind = key[_KIND_AT]
+    if kind not in (_BLOCK, _BELOW_ZERO):
+        return None
+    return int.from_bytes(key[-BLOCK_BYTES:], "big", signed=kind == _BELOW_ZERO)
 
 
 class PageKey(NamedTuple):

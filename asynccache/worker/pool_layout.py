@@ -93,7 +93,7 @@ class PoolMap(PoolLayout):
 
     def key(self, pool: str, page_hash: bytes) -> PageKey:
         """Return the key under which a page of ``pool`` is stored."""
-        return PageKey(pool, storage_key(page_hash, self._digests[pool]))
+        return PageKey(pool, storage_key(page_hash, self._digests[pool], named=self.counts(pool)))
 
     def has(self, pool: str) -> bool:
         """Return True if this worker has bytes of ``pool``."""
@@ -107,8 +107,8 @@ class PoolMap(PoolLayout):
 
     def keys(self, pool: str, hashes: bytes) -> list[PageKey]:
         """Return the keys of several pages of ``pool``, whose ``hashes`` are joined."""
-        digest = self._digests[pool]
-        return [PageKey(pool, storage_key(hashes[at : at + HASH_BYTES], digest))
+        digest, named = self._digests[pool], self.counts(pool)
+        return [PageKey(pool, storage_key(hashes[at : at + HASH_BYTES], digest, named=named))
                 for at in range(0, len(hashes), HASH_BYTES)]
 
     @property

@@ -90,7 +90,8 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         for wrong in check_stores(options.storage, layout, options.store_options):
             raise wrong
         namespace, engine = _namespace(offloading_spec, options)
-        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.store_options)
+        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.store_options,
+                           blocks=naming.block_named)  # fmt: skip
         try:
             super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         except BaseException:

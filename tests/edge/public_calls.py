@@ -766,7 +766,8 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.Pages.open": Case(
         _pages_open,
         {"storage": Depends(Text()), "memory": Thing(), "page_bytes": Depends(Integer(1)),
-         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}")},
+         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}"),
+         "blocks": Function(optional=True)},
     ),
     "asynccache.storage.Pages.exists": of_pages(
         "exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"]
