@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.checked import RECORD_SCHEMA
-from asynccache.storage.contract import Hint, PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.contract import Hint, Hintable, PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.loop_thread import PendingCall, Rows, StoreThread, StoreVerb
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ class Pages:
 
     Each of ``exists``, ``put``, ``get`` and ``hint`` takes many keys at a time and returns a
     ``concurrent.futures.Future`` at once. Its result is a list with one ``Result`` for each key, in their order: HIT,
-    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
-    future can be cancelled until its call begins; after that ``cancel()`` returns False and changes nothing. Callbacks
-    of a future run in the thread that serves the stores. They should return soon; they may begin calls and must not
-    wait for any.
+    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could
+    not do it, or not in time). A future can be cancelled until its call begins; after that ``cancel()`` returns False
+    and changes nothing. Callbacks of a future run in the thread that serves the stores. They should return soon; they
+    may begin calls and must not wait for any.
 
     In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """
@@ -195,6 +195,12 @@ class Pages:
     def stores(self) -> tuple[str, ...]:
         """The names of the stores, nearest first; empty after ``close``."""
         return self._serving.tiers.names
+
+    @property
+    def hintable(self) -> tuple[str, ...]:
+        """The names of the stores that take hints."""
+        attached = self._serving.tiers.attached
+        return tuple(one.options.name for one in attached if isinstance(one.store.backend, Hintable))
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:
