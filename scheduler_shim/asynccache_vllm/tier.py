@@ -232,11 +232,12 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             if hints.keep:
                 most = hints.keep_end
                 self._hint(Hint.KEEP, [key for key, end in group if most is None or end <= most], hints.keep)
-            if hints.ended and hints.ended_start is None:
-                self._hint(Hint.ENDED, self._successors.private(keys))
-            elif hints.ended:
-                begins = [0, *(end for _, end in group)]
-                self._hint(Hint.ENDED, [key for key, at in zip(keys, begins, strict=False) if at >= hints.ended_start])
+            if hints.ended:
+                start, begins = hints.ended_start, [0, *(end for _, end in group)]
+                own = self._successors.private(keys) if start is None else [
+                    key for key, at in zip(keys, begins, strict=False) if at >= start
+                ]  # fmt: skip
+                self._hint(Hint.ENDED, own)
 
     def _hint(self, verb: Hint, keys: Sequence[bytes], seconds: float = 0.0) -> None:
         if self._over or not keys:

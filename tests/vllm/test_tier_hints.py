@@ -26,7 +26,7 @@ from tests.vllm.tier_kit import Scheduler, config, keys_of, payload, scheduler
 TOKENS = 16  # of a chunk
 
 
-def hints(*actions: tuple[str, Any], version: Any = "1.0") -> KvHintsEnvelope:
+def hints(*actions: tuple[Any, Any], version: Any = "1.0") -> KvHintsEnvelope:
     made = [KvHintAction(f"a{at}", kind, version, said) for at, (kind, said) in enumerate(actions)]
     return KvHintsEnvelope("0.1", "m", made)
 
@@ -160,8 +160,9 @@ async def test_a_prefetch_has_the_chunks_in_memory_before_the_request_is_schedul
             keys = keys_of(6, "prefetched")
             made.turn(keys)
             made.reset()
-            assert server.behind is not None
-            wait_for(made, lambda: server.behind.counts()["file.written"] == 6)  # type: ignore[union-attr]
+            behind = server.behind
+            assert behind is not None
+            wait_for(made, lambda: behind.counts().get("file.written") == 6)
             server.table.clear()
             named = [bytes(key[:-4]).hex() for key in keys]
             request = made.request([], hints(("kv.prefetch", {"block_hashes": named})))
@@ -190,16 +191,19 @@ async def test_what_is_not_to_be_stored_is_not() -> None:
     await beside(work)
 
 
+SECONDS: list[Any] = [-1, 0, True, "1", float("nan"), None, [], {}]
+POSITIONS: list[Any] = [-1, True, "1", 1.5, 10**30, []]
+NAMED: list[Any] = ["00", ["zz"], [1], [""], {}, [None], ["0" * 3]]
+DIRECTIVES: list[Any] = [3, [3], [{}], [{"priority": "9"}], [{"priority": 1}], [{"priority": 1, "duration": 1}] * 65]
 ABSURD: list[Any] = [
     "no envelope", 7, KvHintsEnvelope("0.1", "m", None), KvHintsEnvelope("0.1", "m", [None, 3, "kv.end", {}]),
     hints(("kv.demote", {})), hints(("kv.retain", {"duration": 1}), version="9.0"), hints(("kv.end", {}), version=3),
     hints(("kv.retain", None)), hints(("kv.retain", {})), hints((["kv.end"], {})),
-    *(hints(("kv.retain", {"duration": seconds})) for seconds in (-1, 0, True, "1", float("nan"), None, [], {})),
-    *(hints(("kv.retain", {"duration": 1, "end": end})) for end in (-1, True, "1", 1.5, 10**30, [])),
-    *(hints(("kv.end", {"start": start})) for start in (-1, True, "1", 1.5, 10**30, [])),
-    *(hints(("kv.prefetch", {"block_hashes": named})) for named in ("00", ["zz"], [1], [""], {}, [None], ["0" * 3])),
-    *(hints(("kv.retain", {"directives": said})) for said in (3, [3], [{}], [{"priority": "9"}], [{"priority": 1}])),
-    hints(("kv.retain", {"directives": [{"priority": 1, "duration": 1}] * 65})),
+    *(hints(("kv.retain", {"duration": one})) for one in SECONDS),
+    *(hints(("kv.retain", {"duration": 1, "end": one})) for one in POSITIONS),
+    *(hints(("kv.end", {"start": one})) for one in POSITIONS),
+    *(hints(("kv.prefetch", {"block_hashes": one})) for one in NAMED),
+    *(hints(("kv.retain", {"directives": one})) for one in DIRECTIVES),
 ]  # fmt: skip
 
 
