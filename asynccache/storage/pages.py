@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.checked import RECORD_SCHEMA
-from asynccache.storage.contract import Hint, PageKey, Result, StorageBackend, StoreLayout, named_key
+from asynccache.storage.contract import Hint, Hintable, PageKey, Result, StorageBackend, StoreLayout, named_key
 from asynccache.storage.loop_thread import PendingCall, Rows, StoreThread, StoreVerb
 
 if TYPE_CHECKING:
@@ -207,6 +207,12 @@ class Pages:
     def stores(self) -> tuple[str, ...]:
         """The names of the stores, nearest first; empty after ``close``."""
         return self._serving.tiers.names
+
+    @property
+    def hintable(self) -> tuple[str, ...]:
+        """The names of the stores that take hints."""
+        attached = self._serving.tiers.attached
+        return tuple(one.options.name for one in attached if isinstance(one.store.backend, Hintable))
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:
