@@ -178,9 +178,10 @@ def test_a_second_one_on_the_same_socket_and_folder_is_told_of_replace(
     path = socket_path()
     words = ["serve", "--listen", f"unix:{path}", "--memory", "2MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB"]
     with subprocess.Popen([sys.executable, "-m", "asynccache", *words, "--quiet"]) as first:
-        while not os.path.exists(path):
-            time.sleep(0.02)
-        assert main(words) == 2
-        assert capsys.readouterr().err == (
-            f"asynccache: listen=unix:{path}: a host process listens there; --replace takes over from it\n")
-        first.terminate()
+        try:
+            while not os.path.exists(path):
+                time.sleep(0.02)
+            assert main(words) == 2
+        finally:
+            first.terminate()
+    assert f"listen=unix:{path}: a host process listens there; --replace takes over" in capsys.readouterr().err
