@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import PrefetchShape, usable_end
 from asynccache.core.eviction import Judged, Learned
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.match import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.prefetch import usable_by_a_lease
-from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
+from asynccache.runtime.tokens import Chain
 from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.work import StoreQuestion

@@ -42,13 +42,14 @@ import numpy.typing as npt
 from asynccache.checks import flag, integer, shown, text
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import EVERYTHING, Committed, CoreLease, Grant, LeaseRequest
+from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.core_calls import drive, first_ended, holding, slices, woken
 from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
-from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
+from asynccache.runtime.tokens import Chain, Tokens, as_key
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import LinePlace

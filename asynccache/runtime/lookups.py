@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import Gone, walk
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
-from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore, LeaseRequest

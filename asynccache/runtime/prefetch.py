@@ -46,13 +46,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache import checks
 from asynccache.core.cache import EVERYTHING, Begin, PrefetchBegun, PrefetchShape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.plan import SLOT_BYTES, More, Status, Wait
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.core.tree import common_pages
 from asynccache.errors import ConfigError
 from asynccache.runtime.core_calls import drive, holding, woken
 from asynccache.runtime.save import StoreCall
-from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
+from asynccache.runtime.tokens import Chain
 from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.stages import StageMeter

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Full
+from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.runtime import tokens as tokens_module
-from asynccache.runtime.tokens import Chain, as_key, namespace_digest
+from asynccache.runtime.tokens import Chain, as_key
 
 KEY = np.array([1, 2, 3, 70_000], "<i4").tobytes()
 
@@ -115,11 +116,10 @@ async def test_a_chain_grows_from_what_it_knows(page_size: int) -> None:
 async def test_long_keys_are_hashed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     key = np.arange(16 * 1000, dtype=np.int32).tobytes()
     sizes: list[int] = []
-    extend = tokens_module.extend_chain
 
     def spy(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
         sizes.append((stop - start) // page_bytes)
-        return extend(parent, key, start, stop, page_bytes)
+        return extend_chain(parent, key, start, stop, page_bytes)
 
     monkeypatch.setattr(tokens_module, "extend_chain", spy)
     turns, done = 0, False

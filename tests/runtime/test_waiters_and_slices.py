@@ -13,11 +13,12 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
 from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.plan import More, Status, Wait
+from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.runtime import tokens as tokens_module
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, PrefetchHandle
 from asynccache.runtime.save import unsaved
-from asynccache.runtime.tokens import Chain, namespace_digest
+from asynccache.runtime.tokens import Chain
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 
@@ -46,11 +47,10 @@ async def test_small_pages_are_hashed_on_the_loop_a_few_at_a_time_and_large_ones
     monkeypatch: pytest.MonkeyPatch, page_size: int, on_the_loop: bool
 ) -> None:
     calls: list[tuple[int, int]] = []
-    extend = tokens_module.extend_chain
 
     def spy(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
         calls.append((threading.get_ident(), stop - start))
-        return extend(parent, key, start, stop, page_bytes)
+        return extend_chain(parent, key, start, stop, page_bytes)
 
     monkeypatch.setattr(tokens_module, "extend_chain", spy)
     pages = 200
