@@ -27,7 +27,6 @@ from asynccache.cli.options import RunSettings
 from asynccache.cli.output import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
 from asynccache.cli.report import Tally
 from asynccache.cli.service import RequestRunner
-from asynccache.cli.workloads import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
@@ -229,9 +228,9 @@ def _hits(report: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
         yield (f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
                f"{moved['loaded_from_host']:.2f} loaded from it")
     if "blocks" in report:
-        blocks = report["blocks"]
-        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the "
-               f"trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
+        blocks, block = report["blocks"], report["block_size"]
+        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {block} tokens ({report['format']});\n"
+               f"  the trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * block, total)}")
 
 
 def _times(report: Mapping[str, Any]) -> tuple[list[tuple[str | Text, ...]], list[str]]:

@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from asynccache import checks
 from asynccache.cli.run_cache import PRESET
+from asynccache.cli.traces import CONVERSATIONS, MOST_BLOCK
 from asynccache.config import (
     COMPONENTS,
     MOST_LAYERS,
@@ -147,6 +148,11 @@ class CommandOptions(Settings, frozen=True, kw_only=True):
         return cls(**cls.values(command, given))
 
 
+BlockSize = Annotated[int, Meta(ge=1, le=MOST_BLOCK)]
+TRACE = "a trace of Mooncake's, Qwen-Bailian's or AgentX's format; .gz, or a folder of files"
+BLOCK_SIZE = "tokens of a block, if the records do not say it: 512, or 16 for Qwen-Bailian and 64 for AgentX"
+CONVERSATIONS_OPEN = f"conversations of an AgentX trace that are open at the same time: {CONVERSATIONS}"
+
 Command = Literal["replay", "stress"]
 Loop = Literal["uvloop", "asyncio"]
 Workload = Literal["mixed", "chat", "shared", "agent", "random"]
@@ -224,9 +230,9 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
 
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {"replay": {"workload": None, "rate": 0.0, **ROOM}}
     groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "the load": ("speed", "limit", "workload", "duration", "requests", "rate", "concurrency", "decode_tokens",
-                     "insert_outputs", "end_hints", "shared_hints", "prefill_tokens_per_s", "cancel_rate", "faults",
-                     "seed"),
+        "the load": ("speed", "limit", "block_size", "conversations", "workload", "duration", "requests", "rate",
+                     "concurrency", "decode_tokens", "insert_outputs", "end_hints", "shared_hints",
+                     "prefill_tokens_per_s", "cancel_rate", "faults", "seed"),
         "the cache": ("config", "device_tokens", "host_tokens", "page_size", "bytes_per_token", "layers", "eviction",
                       "write_policy", "device", "loop"),
         "storage": ("storage", "prefetch_policy"),
@@ -236,11 +242,12 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     }
 
     command: Command
-    trace: Annotated[str | None, option("TRACE", "a trace in the Mooncake format (JSON lines)",
-                                        argument=True, only="replay")] = None
+    trace: Annotated[str | None, option("TRACE", TRACE, argument=True, only="replay")] = None
     speed: Annotated[NotNegative | None, option(
         "X", "replay by the trace's clock, X times as fast; 0: as fast as the cache serves", only="replay")] = 0.0
     limit: Annotated[Count | None, option("N", "serve the first N requests only", only="replay")] = None
+    block_size: Annotated[BlockSize | None, option("TOKENS", BLOCK_SIZE, only="replay")] = None
+    conversations: Annotated[Concurrency | None, option("N", CONVERSATIONS_OPEN, only="replay")] = None
     workload: Annotated[Workload | None, option("NAME", "what is asked for", only="stress")] = "mixed"
     duration: Annotated[Rate | None, option(
         "SECONDS", "admit requests for so long; 20 if --requests is not given", only="stress")] = None

@@ -28,7 +28,7 @@ from asynccache.cli.engine import Verdict
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
 from asynccache.cli.output import HIT_RATIO
-from asynccache.cli.workloads import BLOCK_TOKENS, RunRequest
+from asynccache.cli.workloads import RunRequest
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.tree import Node
@@ -97,8 +97,8 @@ class Tally:
         self.device += hits[0]
         self.host += hits[1]
         self.storage += hits[2]
-        self.blocks += request.length // BLOCK_TOKENS
-        self.blocks_hit += cached // BLOCK_TOKENS
+        self.blocks += request.length // request.block_size
+        self.blocks_hit += cached // request.block_size
         self.blocks_shared += request.shared_blocks
         self.waits.append(wait)
         self.slowdown = slowdown

@@ -28,7 +28,8 @@ from asynccache.cli.page import page
 from asynccache.cli.report import Sampler, Tally
 from asynccache.cli.run_cache import check_fits, configure
 from asynccache.cli.service import RequestRunner, Server
-from asynccache.cli.workloads import Source, StressSource, TraceSource, read_trace, survey
+from asynccache.cli.traces import read_trace, survey
+from asynccache.cli.workloads import Source, StressSource, TraceSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation, RankFailure
@@ -90,6 +91,7 @@ class Session:
         self.runner: RequestRunner | None = None
         self._watch: Watch | None = None
         self._over_time: dict[str, Any] = {}
+        self._read: dict[str, Any] = {}
 
     async def execute(self) -> None:
         """Run, and tell the result. Cancelling it once ends the run early; see ``reported``."""
@@ -138,10 +140,14 @@ class Session:
                 open_conversations=settings.concurrency * _CONVERSATIONS_PER_PLACE, rate=settings.rate,
             )
         else:
-            trace = await asyncio.to_thread(read_trace, settings.trace, settings.limit)
+            trace = await asyncio.to_thread(
+                read_trace, settings.trace, settings.limit, block_size=settings.block_size,
+                conversations=settings.conversations,
+            )
             found = await asyncio.to_thread(survey, trace)
             config = configure(settings, trace, found)
             check_fits(settings, config, trace)
+            self._read = {"format": trace.form, "block_size": trace.block_size}
             source = TraceSource(
                 trace, found, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed,
                 shared_hints=settings.shared_hints,
@@ -162,7 +168,7 @@ class Session:
         left = left._replace(tasks=len(asyncio.all_tasks() - before) + (0 if ranks is None else ranks.count()))
         if any(left):
             self.tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
-        result = report.build(settings, self.tally, self.meter, own, left) | self._over_time
+        result = report.build(settings, self.tally, self.meter, own, left) | self._read | self._over_time
         if self.runner is not None and self.runner.traceback is not None:
             result["traceback"] = self.runner.traceback
         return result if ranks is None else ranks.told_in(result)
