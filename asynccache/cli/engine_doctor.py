@@ -163,7 +163,6 @@ def _memory(engine: Engine, host: int) -> Iterator[Finding]:
 
 
 def _store(engine: Engine, url: str) -> Finding:
-    """Look at one store: its URL, rights and room, and whether it answers."""
     shown = redacted(url)
     try:
         (there,) = placed_storage(engine if engine in RANKS else "vllm", [url])

@@ -109,7 +109,6 @@ def _check_storage(engine: str, storage: Sequence[str]) -> list[str]:
 
 
 def _vllm(entry: dict[str, Any], host: int | None, block: int | None, assumed: list[str]) -> EngineLine:
-    """The JSON of ``--kv-transfer-config``."""
     extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": HOST if host is None else host}
     if block is not None:
         if block % BLOCK:

@@ -60,15 +60,17 @@ def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
 
 
 class Claims:
-    """The claims of one world. ``held``: by the numbers of their holders, which are requests; the oldest claim first.
-    Requests that arrive later have higher numbers. ``_firm``: the holders that stand in line for their leases."""
+    """The claims of one world."""
 
     __slots__ = ("_firm", "_world", "held")
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._firm: set[int] = set()
+        """The holders that stand in line for their leases: their claims are the last to be taken."""
         self.held: dict[int, Hold] = {}
+        """The claims by the numbers of their holders, which are requests; the oldest claim first. Requests that arrive
+        later have higher numbers."""
 
     def take(self, holder: int, path: Sequence[Node], target: int) -> None:
         """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``: up to the

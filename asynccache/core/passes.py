@@ -29,11 +29,12 @@ _HASHES = 32  # how many hashes are listed in a step
 
 
 class Unsaved(NamedTuple):
-    """The number of pages of FULL that a close would lose. ``host``: pages that neither the host nor a store has.
-    ``storage``: pages that the host has and no store; 0 if no store is written."""
+    """The number of pages of FULL that a close would lose."""
 
     host: int
+    """Pages that neither the host nor a store has."""
     storage: int
+    """Pages that the host has and no store; 0 if no store is written."""
 
 
 class Survey:
@@ -59,11 +60,12 @@ class Survey:
 
 
 class Listed(NamedTuple):
-    """The pages of a namespace. ``hashes``: their prefix hashes, 32 bytes each. ``writes``: the backups to
-    storage of these pages that were in flight when the list was made."""
+    """The pages of a namespace."""
 
     hashes: list[bytes]
+    """The pages' prefix hashes, 32 bytes each."""
     writes: set[int]
+    """The backups to storage of these pages that were in flight when the list was made."""
 
 
 class Listing:
@@ -110,15 +112,15 @@ class Listing:
 
 
 class Invalidation:
-    """Takes namespaces out of a world. ``_walks``: over the roots that have died, until each is over."""
+    """Takes namespaces out of a world."""
 
     def __init__(self, world: World, room: RoomMaker) -> None:
         self._world = world
         self._room = room
         self._walks: list[Walk] = []
+        """Walks below the roots that have died."""
 
     def invalidate(self, space: bytes | None, claims: Claims) -> None:
-        """See ``CacheCore.invalidate``."""
         world = self._world
         if space is None and world.roots and world.config.publish:
             world.effect(Cleared())
@@ -157,10 +159,11 @@ class Invalidation:
 
 
 class Filled(NamedTuple):
-    """A slice of a pass. ``plan`` has the operations that it began. ``over``: True if it was the last slice."""
+    """A slice of a pass. ``plan`` has the operations that it began."""
 
     plan: Plan
     over: bool
+    """True if it was the last slice."""
 
 
 class Backfill:

@@ -359,7 +359,6 @@ class RoomMaker:
         return _BY_ITSELF if self._world.storage_is_late else _ON_HOST
 
     def _may_save(self, node: Node, place: int) -> bool:
-        """Return True if a backup of this cell is wanted and could ever fit on the host."""
         host = self._world.shelves[self._world.count :]
         fits = node.end <= host[0].slots.capacity and self._world.pages(node, place) <= host[place].slots.capacity
         return fits and self._wants_backup(node)

@@ -55,10 +55,7 @@ _CLIMBED = 16  # how many nodes of a path that is walked upwards count as a step
 
 
 class Transfers:
-    """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
-    storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other
-    any more, the next one last."""
+    """The transfers of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -67,12 +64,17 @@ class Transfers:
         self._rooms = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
         self.claims = Claims(world)
         self.promised = [0] * world.count
+        """Host slots that prefetches in flight may still take, by component: no backup takes them."""
         self.room = RoomMaker(world, self.save, self.claims)
         self.deferred: dict[Node, None] = {}
+        """Nodes whose backup could not start yet."""
         self.unstored: dict[Node, None] = {}
+        """Nodes that storage did not take."""
         self._storage_works = False
         self._outcomes: deque[Outcome] = deque()
+        """Outcomes that were not applied yet."""
         self._unparked: list[Operation] = []
+        """Operations that need wait for no other any more, the next one last."""
 
     # backup_host
 

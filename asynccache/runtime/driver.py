@@ -132,13 +132,14 @@ class TreeLock:
 
 
 class LinePlace:
-    """One waiter's place in a line. ``signal``: while the waiter sleeps, the future that wakes it; else None."""
+    """One waiter's place in a line."""
 
     __slots__ = ("signal", "ticket")
 
     def __init__(self, ticket: int) -> None:
         self.ticket = ticket
         self.signal: asyncio.Future[None] | None = None
+        """While the waiter sleeps, the future that wakes it; else None."""
 
     def __repr__(self) -> str:
         return f"LinePlace(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
@@ -300,31 +301,31 @@ class PlanPerformer(Protocol):
 
 
 class Driver:
-    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
-
-    ``lock``: the tree lock. ``acks``: what the transfer stages and the fetches report, on its way to the ack task; the
-    queue has no bound of its own, because the core bounds the operations in flight. ``draining``: True once the cache
-    is about to be closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is
-    closed. ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation.
-    ``line``, ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those
-    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call. ``head``
-    performs the effects of plans.
-    """
+    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop."""
 
     def __init__(self, core: CacheCore, head: PlanPerformer, clock: Callable[[], float]) -> None:
         self.core = core
         self.clock = clock
+        """Returns seconds, which the core is told with each call."""
         self._head = head
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
+        """What the transfer stages and the fetches report, on its way to the ack task; the queue has no bound of its
+        own, because the core bounds the operations in flight."""
         self.ops = Operations()
         self.line = Line()
         self.prefetch_line = Line()
+        """Where prefetches wait for room, as leases do in ``line``."""
         self.growing: set[asyncio.Future[None]] = set()
+        """The futures of those who wait for room to grow a lease."""
         self.draining = False
+        """True once the cache is about to be closed, and takes no new requests."""
         self.closed: CacheClosed | None = None
+        """Why every call is refused; None until the cache is closed."""
         self.broken = False
+        """True once the core's books may be wrong."""
         self.saving: set[int] = set()
+        """The backups in flight, by operation."""
         self._in_hand: list[Ack] = []
         self._waiting = False
         self._nudged = False
@@ -401,7 +402,6 @@ class Driver:
             self.post_commit(commit)
 
     def _take_acks(self) -> list[Ack]:
-        """Take and return all acks that wait, in the order in which they came."""
         acks, self._in_hand, self._nudged, self._waiting = self._in_hand, [], False, False
         while not self.acks.empty():
             acks.append(self.acks.get_nowait())
@@ -512,7 +512,6 @@ class Driver:
                 raise
 
     def _break(self, error: BaseException) -> None:
-        """Note that the core's books may be wrong, and close the cache with ``error``."""
         self.broken = True
         self._head.fail(error)
 

@@ -77,12 +77,14 @@ worked out only for a warning, since that takes some µs in a long function."""
 class Publishing:
     """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the batches that may not
     be over, those among them that commits were made ``after`` and that may still fail or have failed (``_unsure``), and
-    the duplicates that wait to be adopted. ``order``: a lock, for one commit after the other."""
+    the duplicates that wait to be adopted.
+    """
 
     __slots__ = ("_chain", "_core", "_head", "_key", "_ready", "_retiring", "_space", "_unsure", "order")
 
     def __init__(self, head: Head, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
+        """A lock, for one commit after the other."""
         self._head = head
         self._core = core
         self._space = ask.space

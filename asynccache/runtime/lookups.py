@@ -52,15 +52,18 @@ _SHORT = {
 
 
 class LookupStats(NamedTuple):
-    """Counters of leases that were granted. ``requests``: how many. ``tokens``: how many they wanted. ``hits``: tokens
-    that they found, by tier. ``misses``: tokens that they did not find, by reason. ``missed_requests``: how many leases
-    missed any tokens for that reason."""
+    """Counters of leases that were granted."""
 
     requests: int
+    """How many leases were granted."""
     tokens: int
+    """How many tokens the leases wanted."""
     hits: Mapping[str, int]
+    """Tokens that were found, by tier."""
     misses: Mapping[str, int]
+    """Tokens that were not found, by reason."""
     missed_requests: Mapping[str, int]
+    """How many leases missed any tokens, by reason."""
 
     @property
     def hit_ratio(self) -> float:

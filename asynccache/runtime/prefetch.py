@@ -93,12 +93,13 @@ class PrefetchStatus(Enum):
 
 
 class PrefetchResult(NamedTuple):
-    """The result of a prefetch. ``tokens``: how many tokens storage added to what host and device held when the
-    prefetch was asked for. ``reason``: why it was skipped, stopped or cancelled; may be empty."""
+    """The result of a prefetch."""
 
     status: PrefetchStatus
     tokens: int
+    """How many tokens storage added to what host and device held when the prefetch was asked for."""
     reason: str = ""
+    """Why the prefetch was skipped, stopped or cancelled; may be empty."""
 
 
 class Wish(IntEnum):
@@ -132,12 +133,6 @@ class CachedOnArrival(NamedTuple):
 class Prefetch:
     """One request's prefetch, as the rest of the runtime knows it. ``await`` it for its result.
 
-    ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
-    number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
-    of the fetches for it that were committed. ``began``: when its task began, by ``time.perf_counter``. ``asleep``:
-    what its task awaits while it shares the fetch of another. ``fetch``: the fetch that serves it now. ``spent``: True
-    once a lease with it was granted, or its holder has cancelled it.
-
     The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
     claim is dropped.
     """
@@ -148,16 +143,24 @@ class Prefetch:
         self.key = key
         self.chain = Chain(space, prefetches.page_size)
         self.arrival = arrival
+        """What was cached when the prefetch was asked for."""
         self.started = prefetches.loop.time()
+        """When the prefetch was asked for, in the loop's time."""
         self.ticket = prefetches.driver.prefetch_line.ticket()
+        """The prefetch's number, also in the prefetches' line."""
         self.wish = Wish.RUN
         self.cut = Cut.NOTHING
         self.reached = 0
+        """The end, in tokens, of the fetches for this prefetch that were committed."""
         self.began = 0.0
+        """When the prefetch's task began, by ``time.perf_counter``."""
         self.result: PrefetchResult | None = None
         self.asleep: asyncio.Future[Any] | None = None
+        """What the task awaits while the prefetch shares the fetch of another."""
         self.fetch: Fetch | None = None
+        """The fetch that serves this prefetch now."""
         self.spent = False
+        """True once a lease was granted with this prefetch, or its holder has cancelled it."""
         self._granted = False
         self._elsewhere = 0
         self._leases = 0
@@ -551,24 +554,25 @@ class Prefetches:
 
 
 class Fetch:
-    """One fetch, for the prefetch that began it and for those that share it: from the first question to its end.
-
-    ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
-    storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
-    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was released. ``skipped``: why it
-    did not begin although storage had something; may be empty. ``over``: True once it was committed or released, or did
-    not begin.
-    """
+    """One fetch, for the prefetch that began it and for those that share it: from the first question to its end."""
 
     def __init__(self, prefetches: Prefetches, first: Prefetch, shape: PrefetchShape) -> None:
         self.op = 0
+        """The fetch's operation; 0 before it has begun."""
         self.shape = shape
+        """Which pages the fetch is to bring; once it has begun, those that storage has."""
         self.sharers: dict[Prefetch, None] = {}
+        """The prefetches that this fetch serves."""
         self.wish = Wish.RUN
+        """The wishes of all sharers, taken together."""
         self.cut = Cut.NOTHING
+        """Why the fetch got less than storage had."""
         self.end = 0
+        """How far the fetch was committed, in tokens; 0 before, or if it was released."""
         self.skipped = ""
+        """Why the fetch did not begin although storage had something; may be empty."""
         self.over = False
+        """True once the fetch was committed or released, or did not begin."""
         self.space = first.space
         self._first = first  # the prefetch whose task runs it
         self._key = first.key

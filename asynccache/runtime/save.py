@@ -117,10 +117,11 @@ class Lateness:
 
 
 class QueuedBackup(NamedTuple):
-    """A queued backup. ``at``: when it was queued, by ``time.perf_counter``: uvloop's own clock counts milliseconds."""
+    """A queued backup."""
 
     effect: BackupStorage
     at: float
+    """When it was queued, by ``time.perf_counter``: uvloop's own clock counts milliseconds."""
 
     def sizes(self) -> dict[int, int]:
         """Return how many host slots it holds, by component."""
@@ -130,14 +131,13 @@ class QueuedBackup(NamedTuple):
 class Backups:
     """The backups to storage that wait for the worker or are in its hands. ``TASKS`` tasks run ``run``, and each has
     one batch in flight. A backup holds its host slots from when it is queued until its outcome is posted, exactly once.
-
-    ``limits``: how many slots backups may hold, by component. ``dropped``: how many operations were dropped, for want
-    of room, before they began.
     """
 
     def __init__(self, worker: LocalWorker, driver: Driver, limits: Mapping[int, int], span: StartSpan) -> None:
         self.limits = limits
+        """How many slots backups may hold, by component."""
         self.dropped = 0
+        """How many operations were dropped, for want of room, before they began."""
         self.meter = StageMeter()
         self.lateness = Lateness(driver.note_late_storage)
         self._worker = worker

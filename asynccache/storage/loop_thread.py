@@ -161,7 +161,7 @@ StoreVerb = Literal["exists", "get", "put"]
 class PendingCall:
     """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS has none. ``until`` is its
     deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has.
-    ``asking``: whether the stores are working on it and were not told to give up."""
+    """
 
     verb: StoreVerb
     keys: Sequence[PageKey]
@@ -170,6 +170,7 @@ class PendingCall:
     until: float | None
     future: Future[list[Result]] = field(default_factory=Future)
     asking: bool = False
+    """Whether the stores work on this call and were not told to give up."""
     known: list[Result] = field(default_factory=list)
     loan: RowLoan | None = None
     timer: asyncio.TimerHandle | None = None
@@ -331,7 +332,6 @@ class StoreThread:
         self._ended.set()
 
     def _forget(self) -> None:
-        """Drop all references to the caller's memory."""
         for rows in self._begin[-1]:
             rows.forget()
         del self._begin
@@ -403,7 +403,6 @@ class StoreThread:
     # calls
 
     def _begin_queued(self) -> None:
-        """Begin all calls in the queue."""
         self._waking = False  # first, so that a call which is put into the queue from now on wakes the loop again
         while self._queue:
             call = self._queue.popleft()
@@ -477,7 +476,6 @@ class StoreThread:
             self.counts["kept_pages"] += pages
 
     def _answer(self, call: PendingCall, results: list[Result]) -> None:
-        """Set the results of the call's future, unless it is done already."""
         if not call.future.done():
             self._end_future(partial(call.future.set_result, results))
 

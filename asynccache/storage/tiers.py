@@ -32,20 +32,19 @@ _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED:
 
 
 class AttachedStore:
-    """One of the stores, and how it is used (``options``).
-
-    ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
-    ``is_shared``). ``calls``: the calls under way in it, closed when it is detached.
-    ``promoted_to``: True once pages of a farther store were to be copied to it.
-    """
+    """One of the stores, and how it is used (``options``)."""
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
         self.store = store
         self.options = options
         self.owned = owned
+        """Whether to close the store when it is detached."""
         self.shared = is_shared(store.backend)
+        """Whether other processes find the store's pages (``contract.is_shared``)."""
         self.calls = OpenCalls(options.name)
+        """The calls under way in the store; closed when it is detached."""
         self.promoted_to = False
+        """True once pages of a farther store were to be copied to this one."""
 
     def __repr__(self) -> str:
         there = "detached" if self.calls.closed else "there"

@@ -20,17 +20,18 @@ Report = Callable[[int, bool, Sequence[bytes]], None]
 
 
 class _Store:
-    """One watched store. ``writers``: for each writer its digest, and its ranks. ``has``: the keys that each rank has,
-    as it says; the only rank of the only writer is believed without. ``told``: the keys of the pages that were reported
-    as being there."""
+    """One watched store."""
 
     def __init__(self, digests: Mapping[int, bytes], *, shared: bool) -> None:
         ranks: dict[Hashable, list[int]] = {}
         for rank, digest in sorted(digests.items()):
             ranks.setdefault(digest if shared else rank, []).append(rank)
         self.writers = [(digests[own[0]], own) for own in ranks.values()]
+        """The digest and the ranks of each writer."""
         self.has: dict[int, set[bytes]] = {rank: set() for rank in digests}
+        """The keys that each rank says it has. Not kept where one rank is the only writer, which is believed."""
         self.told: set[bytes] = set()
+        """The keys of the pages that were reported as being there."""
 
     def holds(self, ranks: Sequence[int], key: bytes) -> bool:
         """Return True if one of ``ranks`` has ``key``."""
@@ -38,12 +39,13 @@ class _Store:
 
 
 class WatchedKeys:
-    """The keys of the watched stores of all ranks. ``digests``: for each rank with bytes of FULL, the digest that turns
-    a page's hash into that rank's key. ``report(store, there, keys)``: called with the pages that a store has got
-    (``there``) or lost; ``keys`` are those of the lowest rank in ``digests``."""
+    """The keys of the watched stores of all ranks. ``report(store, there, keys)``: called with the pages that a store
+    has got (``there``) or lost; ``keys`` are those of the lowest rank in ``digests``.
+    """
 
     def __init__(self, report: Report) -> None:
         self.digests: dict[int, bytes] = {}
+        """For each rank with bytes of FULL, the digest that turns a page's hash into that rank's key."""
         self._report = report
         self._stores: dict[int, _Store] = {}
         self._named: dict[bytes, bytes] = {}

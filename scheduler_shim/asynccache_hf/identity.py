@@ -62,13 +62,14 @@ def _check_adapter(name: str, config: Any) -> None:
 
 
 class Parts(NamedTuple):
-    """The tensors of a model: those that it has without adapters, and those of each adapter. ``states``: how each layer
-    that uses adapters does so; ``active``: the names of those that are used anywhere."""
+    """The tensors of a model: those that it has without adapters, and those of each adapter."""
 
     weights: list[torch.Tensor]
     adapters: dict[str, list[torch.Tensor]]
     states: list[tuple[Any, ...]]
+    """For each layer that uses adapters, which ones and how."""
     active: set[str]
+    """The names of the adapters that any layer uses."""
 
 
 def parts_of(model: Any) -> Parts:

@@ -39,11 +39,13 @@ class SlotCounts(NamedTuple):
 
 class CacheShape(NamedTuple):
     """The part of a cache's configuration that decides about admission. ``page_size`` and ``window`` in tokens, 0:
-    there is no window; ``capacity``: the slots of the device."""
+    there is no window.
+    """
 
     page_size: int
     window: int
     capacity: SlotCounts
+    """The slots of the device."""
 
     @property
     def has_swa(self) -> bool:

@@ -188,9 +188,11 @@ class CudaEvent(Signal):
 
 class EventRecorder:
     """The base of all kinds of streams: a handle, events in its order, and the thread that waits for them, oldest
-    first. ``held``: what the stream's submitter waits for on the host now; None if it does not wait."""
+    first.
+    """
 
     held: Signal | None = None
+    """What the stream's submitter waits for on the host now; None if it does not wait."""
 
     def __init__(self, name: str, context: CudaContext, handle: StreamHandle | None = None) -> None:
         """``handle``: an engine's stream; None: a new one, which the driver gets back at the end."""
