@@ -200,7 +200,7 @@ async def _asked(url: str, shown: str) -> float:
 
 
 def _place(shown: str, path: str, capacity: str) -> Finding:
-    """What can be said of a folder that a file store would make."""
+    """Return what can be said of a folder that a file store would make."""
     above = Path(path).absolute()
     while not above.exists():
         above = above.parent

@@ -29,7 +29,7 @@ _PATTERNS = re.compile(r"[^\x21-\x7e]|[*?\[\]]")
 
 
 class EngineLine(NamedTuple):
-    """What is printed, and the assumptions that it rests on, as sentences without a full stop."""
+    """The line to print, and the assumptions that it rests on, as sentences without a full stop."""
 
     text: str
     assumed: list[str]

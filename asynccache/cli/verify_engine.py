@@ -113,7 +113,7 @@ class Probe:
 
 @dataclass
 class Tier:
-    """What was found where the prompts' KV should come from one tier."""
+    """The prompts whose KV should come from one tier, and how their answers compare."""
 
     tier: str
     how: str

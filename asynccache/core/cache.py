@@ -72,8 +72,8 @@ class CacheCore:
     done by the next slice of the call (``More``), or by ``follow_up``.
 
     ``release``, ``claim``, ``release_claim`` and ``prefetch_release`` split, evict and back up nothing, so they may be
-    called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
-    ``follow_up``, and ``behind`` is True while there is any.
+    called at any time. They may make room for something that waits, such as a backup. That is left to ``follow_up``;
+    ``behind`` is True while there is any.
     """
 
     def __init__(self, config: CoreConfig) -> None:

@@ -173,9 +173,11 @@ class Commits:
             work.spares[c] += slots
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. The new nodes are
-        cut at three places: where released SWA pages end, where the window begins, and where the part begins that is
-        private to the conversation. If the lease has released all SWA pages up to the end, no node is added."""
+        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them.
+
+        They are cut at three places: where released SWA pages end, where the window begins, and where the part begins
+        that is private to the conversation. Nothing is added if the lease has released all SWA pages up to the end.
+        """
         total = work.total
         if end.end >= total:
             return []
@@ -210,8 +212,8 @@ class Commits:
         return node
 
     def _move_hold(self, work: _Commit, end: Node) -> Hold:
-        """Have the lease hold the path to ``end``, and return its old hold, still pinned. The hold is moved before new
-        nodes are filled, because a cell that is pinned when its data comes need not be put into an eviction order."""
+        """Have the lease hold the path to ``end``, and return its old hold, still pinned. This comes before new nodes
+        are filled: a cell that is pinned when its data comes need not enter an eviction order."""
         lease = work.lease
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0

@@ -1,14 +1,12 @@
-"""Eviction: how recent every cell is, the queues in which candidates wait, and the policy that chooses among the ends
-of the queues.
+"""Eviction: how recent every cell is, the queues in which candidates wait, and the policy that chooses which one goes.
 
 A *candidate* is a cell that may be evicted now: nothing pins it, and if it is FULL's, no node below has FULL on the
-same tier. Each candidate waits in one ``Order``: one or more ``Queue``s, sorted by recency. A policy says in which
-queue a cell waits, and which of the oldest and newest cells of all queues goes. So a choice costs the same however many
-cells wait.
+same tier. Each candidate waits in one ``Order``, which is one or more ``Queue``s sorted by recency. The policy says in
+which queue a cell waits. To choose a victim it compares only the oldest and the newest cell of each queue, so a choice
+costs the same however many cells wait.
 
-The order of a queue may be out of date: a cell that was used or pinned since stays where it was until the policy
-chooses it. The caller of the choice checks the cell then, and puts it where it belongs. So marking a use takes no more
-than one assignment.
+Queues are lazy. Using or pinning a cell only sets its stamp, which is one assignment. The cell stays where it is until
+the policy chooses it; then the caller of the choice sees that it is out of place and moves it.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ class Recency:
     """Writes the stamps of cells: of two cells of one component, the one with the smaller ``node.stamp[c]`` is the
     colder.
 
-    The stamp of a use is its time in microseconds, or one more than the last stamp, whichever is later. Below these
-    stamps are those of idle cells, which no match is likely to need, and below those the stamps of ended ones, whose
-    conversation is over. Among idle cells, and among ended ones, the one that became idle or ended first is the
-    coldest.
+    A use gets the time in microseconds as its stamp, or one more than the last stamp, whichever is later. Two kinds of
+    cells lie below all of these. *Idle* cells are those that no match is likely to need. *Ended* cells belong to a
+    conversation that is over, and lie below the idle ones. Among idle cells, as among ended ones, the first to become
+    so is the coldest.
     """
 
     __slots__ = ("now", "time")

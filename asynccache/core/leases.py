@@ -131,8 +131,8 @@ class Leases:
         return -(-tokens // self._page_size)
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
-        """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
-        0, because the pages of the match themselves may take the room that the request needs."""
+        """Return the match ends to try, in pages, best first. Ends with 0 (no reuse) when the cache is idle: then
+        nothing else will free room, and the matched pages themselves may be in the way."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -283,9 +283,9 @@ class Leases:
     # batches that failed
 
     def fail_computing(self, op: Operation) -> None:
-        """Take the pages that ``op``, a COMPUTE, covers and all below them out of the tree, since the engine does not
-        compute them. They stay pinned on the device until the engine has let go of them. What holders have of these
-        pages stays as it is, but each lease among them is told how many of its tokens are good."""
+        """Take the pages that ``op``, a COMPUTE, covers out of the tree, with everything below them: the engine does
+        not compute them. They stay pinned on the device until the engine has let go of them. Leases keep the pages that
+        they hold, and learn how many of their tokens are still good."""
         op.doomed, op.tiers = True, (DEVICE,)
         for node, _, last in op.fragments:
             self._world.pin(node, DEVICE, last)

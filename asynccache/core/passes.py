@@ -2,13 +2,13 @@
 forgetting of namespaces (``Invalidation``), and the report of all pages to a store that was just attached
 (``Backfill``).
 
-Laws:
-* A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
-  between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
-* Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more. One
-  walk finds those that may go when their namespace is invalidated. After that, whatever takes the last pin or the last
-  child from a node says so (``World.loose``), so nothing is looked at again and again.
-* Pages that come into the tree during a backfill go to the store by the usual way, not by the backfill.
+A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
+between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next. Pages that come into the
+tree during a backfill reach the store by the usual way.
+
+Nobody matches below a dead root. The nodes there leave the tree leaf by leaf, when nothing pins them any more. One
+walk, at the invalidation, finds those that may go at once. After that, whatever takes the last pin or the last child
+from a node says so (``World.loose``), so no node is looked at twice in vain.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 slots.
 
 Before a prefetch begins, ``look`` says which pages to ask storage about. That takes nothing and changes nothing. A
-prefetch is opened for the pages that storage has.
+prefetch is then opened for the pages that storage has.
 
-A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
-the anchor, where the host lacks no more than a window or a state. Until it commits or is released, it holds the anchor
-and the windows that it may complete, as far as the host has them, and its slots are its own. It pins nothing on the
-device: a store may hang for as long as it likes, and requests need these pages. A prefetch begins when the host has
-room for all pages that it may bring, beside the other prefetches within their quota. If waiting is useless or has
-lasted long enough, it begins even so, and takes what can be had. So a prefetch that waits for room holds nothing, and
-one that has begun never waits for room.
+The fetched pages will hang below the *anchor*: the root, or a node whose FULL path is on the host. A prefetch may also
+end before its anchor, where the host lacks no more than a window or a state. Until it commits or is released, it holds
+the anchor and the windows that it may complete, as far as the host has them, and its slots are its own. It pins nothing
+on the device, where requests need the room: a store may hang for as long as it likes.
+
+A prefetch begins when the host has room for all pages that it may bring, beside those of other prefetches within their
+quota. If waiting is useless or has lasted long enough, it begins even so, and takes what can be had. So a prefetch that
+waits for room holds nothing, and one that has begun never waits for room.
 """
 
 from __future__ import annotations

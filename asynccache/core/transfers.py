@@ -94,9 +94,12 @@ class Transfers:
         return self._open_backup(chain, cost)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """Call ``save``, for which the host may give up spare copies only. A backup that must wait is tried again later
-        in two cases: storage is to have the pages, or too many backups were in flight. Any other node can wait until it
-        is among the coldest of the device, because before that a copy on the host would only take room."""
+        """Start the backup of ``node``, for which the host may give up spare copies only.
+
+        A backup that must wait is tried again later if storage is to have the pages, or if only too many backups were
+        in flight. Any other node can wait until it is among the coldest of the device: before that, a copy on the host
+        would only take room.
+        """
         room = self.save(node, floor, Cost.SPARE)
         if room is FREE:
             self.deferred.pop(node, None)
@@ -147,10 +150,12 @@ class Transfers:
         return bool(fits) and node.end <= self._rooms[0]
 
     def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
-        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has, root
-        first, each with a bit per such component. None if a host copy on the way is leaving: nothing can follow it.
+        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has: root
+        first, each with a bit for every such component. None if a host copy on the way is leaving, because nothing can
+        follow it.
 
-        The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host, too.
+        The walk up ends at a node that lacks nothing and ends at page ``floor`` or before: what is above it has FULL on
+        the host, too.
         """
         chain = []
         place, climbed = self._count, 0
@@ -275,10 +280,10 @@ class Transfers:
         world.effect(BackupStorage(op.id, tuple(pages)))
 
     def store_again(self) -> None:
-        """Try again some of the nodes that storage did not take, if storage has just taken others and has nothing else
-        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes over time.
-        The nodes of one try are few, so that they pin little of the host. A node that is too large even alone is not in
-        ``unstored`` (see ``_stored``), and is left to the next drain."""
+        """Offer some of the nodes that storage did not take once more, if storage has just taken others and is idle
+        now. So a store that is away or too slow is left alone, and one that is back gets these nodes over time. Few are
+        tried at once, so that they pin little of the host. A node that is too large even alone was never added to
+        ``unstored`` (``_stored``): only a drain tries it again."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False

@@ -73,12 +73,11 @@ _MASK = (1 << _BITS) - 1
 class Shelf:
     """One component on one tier.
 
-    On the device, condemned cells go early. On the host, copies of pages that stay on the device go early. ``policy``
-    chooses among the rest. It is the policy of the cache only where pages leave the last tier, and for windows and
-    states only if that policy wants to choose among them. Elsewhere it is ``Lru``: pages that leave a device for a host
-    are not lost, and by recency the pages of a path leave the device together. If the end of a path left alone, the
-    host, where data is closed towards the root, would have to hold the rest of the path, too, while that is still on
-    the device.
+    On the device, condemned cells go early; on the host, copies of pages that stay on the device do. ``policy`` chooses
+    among the rest. The cache's own policy chooses only where pages leave the last tier, and among windows and states
+    only if it wants to. Everywhere else the policy is ``Lru``. Pages that leave a device for a host are not lost, and
+    by recency the pages of one path leave the device together. If only the end of a path left, the host, which is
+    closed towards the root, would have to hold the rest of the path, too, while that is still on the device.
     """
 
     __slots__ = ("evictable", "orders", "policy", "slots")

@@ -1,5 +1,6 @@
 """Explains where the pages of a prompt are, over all tiers: the core's answer, and what the stores say of the pages
-that the tree does not know. Below that, what the eviction policy has learned, in short. Reads only."""
+that the tree does not know. Below that is what the eviction policy has learned, in short. Nothing here changes a cache.
+"""
 
 from __future__ import annotations
 

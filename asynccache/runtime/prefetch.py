@@ -1,36 +1,38 @@
 """A prefetch: what one request wants of storage, from the question to the commit on the host.
 
 The way of a page: ``Prefetches.begin`` makes a task, which looks what the tree lacks (``Prefetches._work``). A
-``Fetch`` brings that, for this prefetch and for those that want the same pages: ``Fetch.run`` asks the stores, has the
-core open an operation, reads FULL, its sidecars and the auxiliary components, and puts its completion into the queue
-in which acks travel (``Driver.acks``). Whoever takes the tree lock next makes the commit (``Fetch._commit``).
+``Fetch`` brings that, for this prefetch and for those that want the same pages. ``Fetch.run`` asks the stores, has the
+core open an operation, reads FULL, its sidecars and the auxiliary components, and puts its completion into the queue in
+which acks travel (``Driver.acks``). Whoever takes the tree lock next makes the commit (``Fetch._commit``). If another
+operation must end before that (a backup of the same pages), the driver queues the commit again.
 
-Laws:
-* A prefetch asks before it takes. While its fetch asks the stores which pages they have, it has no page, pin or
-  operation. A request of which the stores have nothing never waits for the fetches of others.
-* Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use. That lease
-  leaves at least one token to be computed, so the window or state of a later end would be of no use. Pages of FULL are
-  of use whatever the end is.
-* Which pages the stores have is asked once and noted (``Fetch._present``). Only pages that the tree has lost since
-  then, and that were not asked for, are asked for when the fetch has begun. Whenever the end has to move (there is no
-  room on the host, a page failed, or the fetch is to stop), it becomes the longest shorter end at which every pool has
-  what it needs.
-* A fetch that the core refuses for want of room waits in the prefetches' line, first come, first served, and claims
-  nothing while it waits. When it is the first in line, it waits for room on the host, and for others' fetches to leave
-  some of the quota, for ``PATIENCE`` seconds. Then it takes what it can get: the room may be held by claims of requests
-  that wait for leases themselves, and the quota by a fetch whose store hangs.
-* A prefetch has a *wish*: to run, to stop, or to be cancelled. Its fetch looks at the wish between two I/Os and acts on
-  it then, so no buffer is given back while I/O still owns it.
-* A prefetch that is told to stop, or is cancelled, ends within ``GRACE`` seconds, or at once if the stores refuse calls
-  by now. If the store has not answered by then, the prefetch ends without its fetch, which is left to the other
-  prefetches that share it, or is released when the store has let go.
-* Prefetches of the same pages share one fetch. Any of them may stop the fetch: what it has read is committed, and the
-  others fetch the rest. The fetch is cancelled when the last prefetch that shares it is.
-* A prefetch that has ended without being cancelled has a *claim*: the pages of its prompt that the host has stay there.
-  A claim ends when the lease that was given the handle is granted, when the handle is cancelled, when nobody refers to
-  the handle any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
-  earlier, for want of room.
-* Where another operation must end before a commit (a backup of the same pages), the driver queues the commit again.
+**Asking.** A prefetch asks before it takes: while the stores are asked which pages they have, it has no page, pin or
+operation. So a request of which the stores have nothing never waits for the fetches of others. The answers are noted
+(``Fetch._present``). Once the fetch has begun, only pages are asked for that the tree has lost since then and that were
+not asked for before.
+
+**How far.** Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use.
+That lease leaves at least one token to be computed, so the window or state of a later end would be of no use; pages of
+FULL are of use whatever the end is. When the end has to move (there is no room on the host, a page failed, or the fetch
+is to stop), it becomes the longest shorter end at which every pool has what it needs.
+
+**Room.** A fetch that the core refuses for want of room waits in the prefetches' line, first come, first served, and
+claims nothing meanwhile. The first in line waits for room on the host, and for others' fetches to leave some of the
+quota, for ``PATIENCE`` seconds. Then it takes what it can get: the room may be held by claims of requests that wait for
+leases themselves, and the quota by a fetch whose store hangs.
+
+**Stopping.** A prefetch has a *wish*: to run, to stop, or to be cancelled. Its fetch acts on the wish between two I/Os,
+so no buffer is given back while I/O still owns it. After a stop or a cancellation the prefetch ends within ``GRACE``
+seconds, or at once if the stores refuse calls by now. If the store has not answered by then, the prefetch ends without
+its fetch, which is left to the others that share it, or is released when the store has let go.
+
+**Sharing.** Prefetches of the same pages share one fetch. Any of them may stop it: what it has read is committed, and
+the others fetch the rest. It is cancelled when the last prefetch that shares it is.
+
+**Claims.** A prefetch that has ended without being cancelled has a *claim*: the pages of its prompt that the host has
+stay there. The claim ends when the lease that was given the handle is granted, when the handle is cancelled or nobody
+refers to it any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
+earlier, for want of room.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
 """A thread with an event loop that makes the calls of other threads to the stores. Each call has a future.
 
-Laws:
+The memory of one pool of pages is given as ``Rows`` of equal size, counted from 0. It belongs to the caller, and a call
+has its rows *on loan*. When the loan ends, the call's views of the rows stop working, and ``RowLoan.end`` tells whether
+somebody still refers to the memory through something made from them (a slice, an array). Between calls nothing here
+holds an export of the memory (a memoryview or an array on it), so its owner can close or release it whenever no call is
+under way.
+
 * A call begins when the loop takes it from the queue. Until then its future can be cancelled, and nothing refers to its
-  memory. From then on its future is done only after its loan of the memory has ended.
-* One wake-up of the loop begins all calls in the queue, and a call's future is done in the same turn of the loop in
-  which its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
+  memory. From then on its future is done only after its loan has ended.
+* One wake-up of the loop begins all calls in the queue, and a call's future is done in the turn of the loop in which
+  its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
 * A call that is late, or is cut short by ``close``, is answered with what is known by then, and with FAILED for the
   rest. A call with memory is cancelled for that. An EXISTS call has no memory, so it is answered at once and goes on
   unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only ``close``
@@ -13,14 +18,6 @@ Laws:
   them. Then the thread ends. A ``clear`` does not wait in the queue; ``close`` cuts it short as it does a call.
 
 Mutable state: ``_lock`` guards the queue and the flags that other threads use. All else belongs to the loop.
-
-The memory of one pool of pages is given as ``Rows`` of equal size that are counted from 0. It belongs to the caller.
-
-Laws of rows:
-* Between calls nothing here holds an export of the memory (a memoryview or an array on it). So its owner can close or
-  release it whenever no call is under way.
-* A call has its rows on loan. When the loan ends, the call's views of the rows stop working. ``RowLoan.end`` also tells
-  whether somebody still refers to the memory through something made from those views (a slice, an array).
 """
 
 from __future__ import annotations

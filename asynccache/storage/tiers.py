@@ -26,8 +26,8 @@ from asynccache.storage.url import StoreOptions, check_name, place_of
 
 _T = TypeVar("_T")
 
-# Which of several stores' answers for a page counts: the one with the highest figure here, by the result's number. If
-# one store answers MISS and another FAILED, the page may be in the store that failed, so FAILED counts.
+# If stores disagree about a page, the most informative answer wins: HIT > CORRUPT > FAILED > MISS. A MISS tells least:
+# another store that FAILED may have the page.
 _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED: 1}[result] for result in Result)
 
 
@@ -51,8 +51,7 @@ class AttachedStore:
         return f"AttachedStore({self.options.name!r}, {self.calls.running} calls, {there})"
 
     async def ask(self, call: Callable[[CheckedStore], Awaitable[_T]], absent: _T) -> _T:
-        """Make ``call`` with this store and return what it returns; ``absent`` if the store was detached. Cancelling it
-        cancels the call."""
+        """Make ``call`` with this store and return what it returns; ``absent`` if the store was detached."""
         if self.calls.closed:
             return absent
         with self.calls:
@@ -321,14 +320,14 @@ def _missing(results: Sequence[Result]) -> list[int]:
 
 
 def _take_over(results: list[Result], part: Sequence[int], answers: Sequence[Result]) -> None:
-    """Put ``answers`` into ``results`` at the positions ``part``, where they tell more than what is there."""
+    """Put ``answers`` into ``results`` at the positions ``part``, where they are more informative."""
     for at, answer in zip(part, answers, strict=True):
         if _TELLS[answer] > _TELLS[results[at]]:
             results[at] = answer
 
 
 def _best(answers: Sequence[Sequence[Result]]) -> list[Result]:
-    """Return for each key that one of the stores' answers which tells most."""
+    """Return the most informative of the stores' answers for each key."""
     return [max(results, key=_TELLS.__getitem__) for results in zip(*answers, strict=True)]
 
 

@@ -670,9 +670,9 @@ class RankServer:
         self._own.hold(stream, self._arriving(ops), i)
 
     def wait_batch(self, stream: object, batch: EngineBatch, i: int) -> None:
-        """``wait_layers`` for all loads that ``batch`` needs. From any thread: only the loop's thread knows which loads
-        are on the device, so another thread waits for a turn of the loop, once for each batch. Raises as
-        ``wait_layers``."""
+        """Hold later work of the engine's ``stream`` until layer ``i`` of all loads that ``batch`` needs is there. From
+        any thread. Only the loop's thread knows which loads are on the device, so another thread waits for a turn of
+        the loop, once for each batch. Raises as ``wait_layers``."""
         if batch.arriving is None:
             ask = partial(self._arriving, batch.loads)
             batch.arriving = ask() if _is_here(self._loop) else _in_turn(self._loop, ask)

@@ -1,19 +1,18 @@
 """The transfer stages between a device and its host: ``backup_host`` (device to host) and ``load_back`` (host to
 device, and the private copies on the device); what their tasks wait at (``Inbox``), and what all stages count
-(``StageMeter``). The other two stages write to the stores and read from them: see ``LocalWorker.store`` and ``read``.
+(``StageMeter``). The other two stages write to the stores and read from them: ``LocalWorker.store`` and ``read``.
 
 The stages here have queues, and tasks that serve them. Queues have no bound, because the core bounds the operations in
-flight. Laws:
+flight.
 
-* Whenever its task wakes up, ``backup_host`` copies all backups that wait, as one copy. The event of this copy decides
-  every operation in it.
-* A submission of ``load_back`` is one copy for all loads that wait, layer by layer, and the private copies behind it.
-  Private copies run on a stream of their own, and each waits for the load that it needs.
-* A submission is a plain function: ``wait_layers`` needs the event of a layer at once, so it submits what is queued and
+* Whenever its task wakes up, ``backup_host`` copies all backups that wait, as one copy, whose event decides every
+  operation in it.
+* ``load_back`` submits all loads that wait as one copy, layer by layer, and the private copies behind it. If the copy
+  fails, every load in it fails: an engine whose work was ordered behind its layers may have read them. Private copies
+  run on a stream of their own, and each waits for the load that it needs.
+* To submit is a plain function: ``wait_layers`` needs the event of a layer at once, so it submits what is queued and
   does not wait for the stage's task.
 * The counters of ``load_back`` are about loads alone: a private copy brings nothing from the host.
-* If the copy for several loads fails, every load in it fails: an engine whose work was ordered behind its layers may
-  have read them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Knows which pages the watched stores of all workers have, and reports them by the keys of one worker.
 
-A worker's stores know a page by a key that depends on the worker's shard. The head can compute every worker's key of a
-page once it has the page's hash. So the keys that workers tell are kept, and compared when the head *names* a page,
-which is when it asks for the page, reads it or has stored it.
+A worker's stores know a page by a key that depends on the worker's shard. From a page's hash the head can compute every
+worker's key of it. So it keeps the keys that workers tell, and compares them when it *names* a page: when it asks for
+the page, reads it or has stored it.
 
-Law: a page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with
-bytes of FULL is a writer; in a shared store, workers that hold the same bytes are one writer. Such a writer has a page
-as long as one of its ranks says so: what one of them has lost, another may have stored anew before that was heard.
+A page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with bytes
+of FULL is a writer; but in a shared store, workers that hold the same bytes are one writer together. That writer has a
+page as long as one of its ranks says so: what one of them has lost, another may have stored anew before the loss was
+heard.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class PageQuestion(NamedTuple):
 
 
 class PageBytes(NamedTuple):
-    """What pages hold, in the order of their slots."""
+    """The content of pages, in the order of their slots."""
 
     sums: bytes
     """A checksum of each page, all of the same length."""

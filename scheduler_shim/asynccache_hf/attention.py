@@ -192,7 +192,7 @@ def replace_attention() -> None:
 
 
 def _own_eager(module: Any, *args: Any, **given: Any) -> Any:
-    """What ``eager`` is for this module: for calls of the model in other threads while it asks for ``EAGER``."""
+    """The ``eager`` of this module itself: for calls of the model in other threads while it asks for ``EAGER``."""
     return _eager_of(module)(module, *args, **given)
 
 

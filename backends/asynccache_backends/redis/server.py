@@ -39,7 +39,7 @@ LOOKS = 8
 
 
 class Answers(asyncio.StreamReader):
-    """What redis-py reads from: ``MOST_ANSWERED`` bytes at most, so that a list without an end is an error."""
+    """The bytes that redis-py reads: ``MOST_ANSWERED`` at most, so that a list without an end is an error."""
 
     room = MOST_ANSWERED
 
