@@ -50,11 +50,13 @@ it."""
 
 class HitCurve(NamedTuple):
     """``hits[c]``: how many lookups a cache of c blocks answers; the last entry holds for every larger cache as well.
-    ``lookups``: how many there are in all. ``blocks``: how many different blocks the requests have."""
+    """
 
     hits: npt.NDArray[np.int64]
     lookups: int
+    """How many lookups there are in all."""
     blocks: int
+    """How many different blocks the requests have."""
 
     def found(self, capacity: float) -> int:
         """The number of lookups that a cache of ``capacity`` blocks answers."""

@@ -123,14 +123,14 @@ class Tally:
 
 @dataclass(slots=True)
 class Placed:
-    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``. ``held``: the seconds for which
-    it had its room in the run; None: it has it still. ``computes``: the seconds in which its prompt would be computed;
-    None: it never was."""
+    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``."""
 
     at: float
     tokens: int
     held: float | None = None
+    """The seconds for which the request had its room in the run; None: it has it still."""
     computes: float | None = None
+    """The seconds in which the prompt would be computed; None: it never was."""
 
 
 class Line:

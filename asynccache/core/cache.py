@@ -46,19 +46,21 @@ class ShelfStatistics(NamedTuple):
 
 class Statistics(NamedTuple):
     """Counts. Those up to ``deferred_backups`` are of now, the others since the start. ``device`` and ``host`` are in
-    the order of the components. ``operations``: how many are in flight, by kind. ``evicted_device``, ``evicted_host``:
-    pages and states. ``lost_pages``: how many of these evicted ones were only copies, dropped although the write policy
-    meant to keep them."""
+    the order of the components.
+    """
 
     nodes: int
     leases: int
     device: tuple[ShelfStatistics, ...]
     host: tuple[ShelfStatistics, ...]
     operations: dict[str, int]
+    """How many operations are in flight, by kind."""
     deferred_backups: int
     evicted_device: int
     evicted_host: int
+    """Pages and states, as in ``evicted_device``."""
     lost_pages: int
+    """How many evicted pages were only copies, dropped although the write policy meant to keep them."""
     splits: int
     failed_loads: int
 
@@ -70,8 +72,8 @@ class CacheCore:
     done by the next slice of the call (``More``), or by ``follow_up``.
 
     ``release``, ``claim``, ``release_claim`` and ``prefetch_release`` split, evict and back up nothing, so they may be
-    called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
-    ``follow_up``, and ``behind`` is True while there is any.
+    called at any time. They may make room for something that waits, such as a backup. That is left to ``follow_up``;
+    ``behind`` is True while there is any.
     """
 
     def __init__(self, config: CoreConfig) -> None:

@@ -55,10 +55,7 @@ _CLIMBED = 16  # how many nodes of a path that is walked upwards count as a step
 
 
 class Transfers:
-    """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
-    storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other
-    any more, the next one last."""
+    """The transfers of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -67,12 +64,17 @@ class Transfers:
         self._rooms = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
         self.claims = Claims(world)
         self.promised = [0] * world.count
+        """Host slots that prefetches in flight may still take, by component: no backup takes them."""
         self.room = RoomMaker(world, self.backup_host, self.claims)
         self.deferred: dict[Node, None] = {}
+        """Nodes whose backup could not start yet."""
         self.unstored: dict[Node, None] = {}
+        """Nodes that storage did not take."""
         self._storage_works = False
         self._outcomes: deque[Outcome] = deque()
+        """Outcomes that were not applied yet."""
         self._unparked: list[Operation] = []
+        """Operations that need wait for no other any more, the next one last."""
 
     # backup_host
 
@@ -92,9 +94,12 @@ class Transfers:
         return self._open_backup(chain, cost)
 
     def backup_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """Call ``backup_host``, for which the host may give up spare copies only. A backup that must wait is tried
-        again later in two cases: storage is to have the pages, or too many backups were in flight. Any other node can
-        wait until it is among the coldest of the device: before that a copy on the host would only take room."""
+        """Start the backup of ``node``, for which the host may give up spare copies only.
+
+        A backup that must wait is tried again later if storage is to have the pages, or if only too many backups were
+        in flight. Any other node can wait until it is among the coldest of the device: before that, a copy on the host
+        would only take room.
+        """
         room = self.backup_host(node, floor, Cost.SPARE)
         if room is FREE:
             self.deferred.pop(node, None)
@@ -145,10 +150,12 @@ class Transfers:
         return bool(fits) and node.end <= self._rooms[0]
 
     def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
-        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has, root
-        first, each with a bit per such component. None if a host copy on the way is leaving: nothing can follow it.
+        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has: root
+        first, each with a bit for every such component. None if a host copy on the way is leaving, because nothing can
+        follow it.
 
-        The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host, too.
+        The walk up ends at a node that lacks nothing and ends at page ``floor`` or before: what is above it has FULL on
+        the host, too.
         """
         chain = []
         place, climbed = self._count, 0
@@ -273,10 +280,10 @@ class Transfers:
         world.effect(BackupStorage(op.id, tuple(pages)))
 
     def store_again(self) -> None:
-        """Try again some of the nodes that storage did not take, if storage has just taken others and has nothing else
-        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes over time.
-        The nodes of one try are few, so that they pin little of the host. A node that is too large even alone is not in
-        ``unstored`` (see ``_stored``), and is left to the next drain."""
+        """Offer some of the nodes that storage did not take once more, if storage has just taken others and is idle
+        now. So a store that is away or too slow is left alone, and one that is back gets these nodes over time. Few are
+        tried at once, so that they pin little of the host. A node that is too large even alone was never added to
+        ``unstored`` (``_stored``): only a drain tries it again."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False

@@ -67,7 +67,6 @@ class StoreAttachments:
     async def attach(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, backfill: bool
     ) -> str:
-        """See ``AsyncCache.attach_storage``."""
         self._check_host()
         driver, worker, announcer = self._driver, self._worker, self._announcer
         opened = await worker.open_store(storage, options, position)
@@ -115,7 +114,7 @@ class StoreAttachments:
         return any(entry.number == store for entry in self._worker.stores)
 
     async def detach(self, name: str | None, timeout: float) -> Unsaved:
-        """See ``AsyncCache.detach_storage``. ``timeout``: seconds that saving may take; 0: nothing is saved."""
+        """``AsyncCache.detach_storage``. ``timeout``: seconds that saving may take; 0: nothing is saved."""
         self._check_host()
         store = self._worker.find_store(name)
         if timeout and store.options.write:

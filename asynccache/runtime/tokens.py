@@ -207,12 +207,12 @@ class Chain:
 
 
 class Namespaces:
-    """The namespaces of one cache. Mutable state: how often each was invalidated, and when. ``changes``: how many
-    invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as it was before
-    need not ask ``valid``."""
+    """The namespaces of one cache. Mutable state: how often each was invalidated, and when."""
 
     def __init__(self, config: CacheConfig, names: Announcer | None) -> None:
         self.changes = 0
+        """How many invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as
+        it was before need not ask ``valid``."""
         self._reset_at = 0
         self._outdated_at: dict[str | bytes | None, int] = {}
         self._config = config

@@ -90,13 +90,16 @@ class Part(NamedTuple):
 
 
 class Scrubbed(NamedTuple):
-    """The result of a scrub. ``pages``: how many were read. ``bytes``: the bytes of their payloads. ``bad``: how many
-    of them did not verify and were deleted. ``unread``: how many could not be read; they were left as they are."""
+    """The result of a scrub."""
 
     pages: int = 0
+    """How many pages were read."""
     bytes: int = 0
+    """The bytes of the pages' payloads."""
     bad: int = 0
+    """How many pages did not verify and were deleted."""
     unread: int = 0
+    """How many pages could not be read; they were left as they are."""
 
     def plus(self, other: Scrubbed) -> Scrubbed:
         """Return the sums of both."""

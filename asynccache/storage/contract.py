@@ -95,13 +95,14 @@ class StoreLayout(NamedTuple):
     """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
-    of records: a place that was written with another schema has no records for this cache. ``any_size``: above 0,
-    payloads of every pool may have any size up to this, as in a host process, which does not know its clients' pools.
+    of records: a place that was written with another schema has no records for this cache.
     """
 
     page_bytes: Mapping[str, int]
     schema: bytes
     any_size: int = 0
+    """If it is above 0, payloads of every pool may have any size up to this, as in a host process, which does not know
+    its clients' pools."""
 
     @property
     def largest(self) -> int:
@@ -203,13 +204,14 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The things that one call of ``collect`` has removed. ``pages``: the number of pages that were stored too long
-    ago. ``waste``: the number of other things of no use, such as dead pages, orphans and half-written objects.
-    ``size``: the bytes of both together."""
+    """The things that one call of ``collect`` has removed."""
 
     pages: int = 0
+    """The number of pages that were stored too long ago."""
     waste: int = 0
+    """The number of other things of no use, such as dead pages, orphans and half-written objects."""
     size: int = 0
+    """The bytes of both together."""
 
 
 @runtime_checkable

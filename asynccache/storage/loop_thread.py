@@ -1,10 +1,15 @@
 """A thread with an event loop that makes the calls of other threads to the stores. Each call has a future.
 
-Laws:
+The memory of one pool of pages is given as ``Rows`` of equal size, counted from 0. It belongs to the caller, and a call
+has its rows *on loan*. When the loan ends, the call's views of the rows stop working, and ``RowLoan.end`` tells whether
+somebody still refers to the memory through something made from them (a slice, an array). Between calls nothing here
+holds an export of the memory (a memoryview or an array on it), so its owner can close or release it whenever no call is
+under way.
+
 * A call begins when the loop takes it from the queue. Until then its future can be cancelled, and nothing refers to its
-  memory. From then on its future is done only after its loan of the memory has ended.
-* One wake-up of the loop begins all calls in the queue, and a call's future is done in the same turn of the loop in
-  which its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
+  memory. From then on its future is done only after its loan has ended.
+* One wake-up of the loop begins all calls in the queue, and a call's future is done in the turn of the loop in which
+  its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
 * A call that is late, or is cut short by ``close``, is answered with what is known by then, and with FAILED for the
   rest. A call with memory is cancelled for that. A question or a hint has no memory, so it is answered at once and
   goes on unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only
@@ -13,14 +18,6 @@ Laws:
   them. Then the thread ends. A ``clear`` does not wait in the queue; ``close`` cuts it short as it does a call.
 
 Mutable state: ``_lock`` guards the queue and the flags that other threads use. All else belongs to the loop.
-
-The memory of one pool of pages is given as ``Rows`` of equal size that are counted from 0. It belongs to the caller.
-
-Laws of rows:
-* Between calls nothing here holds an export of the memory (a memoryview or an array on it). So its owner can close or
-  release it whenever no call is under way.
-* A call has its rows on loan. When the loan ends, the call's views of the rows stop working. ``RowLoan.end`` also tells
-  whether somebody still refers to the memory through something made from those views (a slice, an array).
 """
 
 from __future__ import annotations
@@ -160,10 +157,9 @@ StoreVerb = Literal["exists", "get", "put", "hint"]
 @dataclass(slots=True, eq=False)
 class PendingCall:
     """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS and a hint have none.
-    ``until`` is its deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS
-    where none has.
-    ``asking``: whether the stores are working on it and were not told to give up. ``hint``: what a hint says, and its
-    seconds."""
+    ``until`` is its deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where
+    none has. ``hint``: what a hint says, and its seconds.
+    """
 
     verb: StoreVerb
     keys: Sequence[PageKey]
@@ -172,6 +168,7 @@ class PendingCall:
     until: float | None
     future: Future[list[Result]] = field(default_factory=Future)
     asking: bool = False
+    """Whether the stores work on this call and were not told to give up."""
     known: list[Result] = field(default_factory=list)
     loan: RowLoan | None = None
     timer: asyncio.TimerHandle | None = None
@@ -339,7 +336,6 @@ class StoreThread:
         self._ended.set()
 
     def _forget(self) -> None:
-        """Drop all references to the caller's memory."""
         for rows in self._begin[-1]:
             rows.forget()
         del self._begin
@@ -411,7 +407,6 @@ class StoreThread:
     # calls
 
     def _begin_queued(self) -> None:
-        """Begin all calls in the queue."""
         self._waking = False  # first, so that a call which is put into the queue from now on wakes the loop again
         while self._queue:
             call = self._queue.popleft()
@@ -486,7 +481,6 @@ class StoreThread:
             self.counts["kept_pages"] += pages
 
     def _answer(self, call: PendingCall, results: list[Result]) -> None:
-        """Set the results of the call's future, unless it is done already."""
         if not call.future.done():
             self._end_future(partial(call.future.set_result, results))
 

@@ -36,18 +36,16 @@ LETTING_GO = 5.0
 
 
 class Closed(NamedTuple):
-    """The result of ``Pages.close``.
-
-    ``abandoned``: pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered.
-    ``held``: pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not
-    done; until they are, the memory must not be used for anything else.
-    ``over``: whether every store is closed and the thread has ended. If it is false, the thread goes on closing by
-    itself, and ``close`` can be called again to wait for it.
-    """
+    """The result of ``Pages.close``."""
 
     abandoned: int
+    """Pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered."""
     held: int
+    """Pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not done;
+    until they are, the memory must not be used for anything else."""
     over: bool
+    """Whether every store is closed and the thread has ended. If it is false, the thread goes on closing by itself, and
+    ``close`` can be called again to wait for it."""
 
 
 NameBlock = Callable[[str, bytes], int | None]
