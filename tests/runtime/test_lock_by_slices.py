@@ -51,7 +51,6 @@ async def reset(cache: AsyncCache) -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 @pytest.mark.parametrize("call", [close, detach, flush, invalidate, reset])
 async def test_between_two_slices_the_lock_is_free(
     call: Callable[[AsyncCache], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
@@ -84,7 +83,6 @@ async def test_between_two_slices_the_lock_is_free(
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while_it_went_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
