@@ -157,8 +157,8 @@ StoreVerb = Literal["exists", "get", "put", "hint"]
 @dataclass(slots=True, eq=False)
 class PendingCall:
     """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS and a hint have none.
-    ``until`` is its deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where
-    none has. ``hint``: what a hint says, and its seconds.
+    ``until`` is its deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS for
+    the rest. ``hint``: what a hint says, and its seconds.
     """
 
     verb: StoreVerb
