@@ -417,8 +417,8 @@ class Transfers:
 
     def _above(self, op: Operation, base: int) -> Operation | None:
         """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one; or,
-        if ``op`` is a backup, a COMPUTE of such a node; None if there is none. ``base``: the place of the tier's first
-        component."""
+        if ``op`` is a backup, a COMPUTE of such a node or of any node above; None if there is none. ``base``: the place
+        of the tier's first component."""
         brings = {node for node, moves, _ in op.fragments if moves & 1}
         for node, _, _ in op.fragments:
             parent = node.parent
@@ -426,10 +426,23 @@ class Transfers:
             for above in (node, parent):
                 if above.state[base] == ARRIVING and above not in brings:
                     return next(o for o in above.ops if o.kind is op.kind and _moves(o, above) & 1)
-                if base:
-                    computing = [o for o in above.ops if o.kind is COMPUTE and not o.doomed]
-                    if computing:
-                        return computing[0]
+        return self._computing(op) if base and self._world.ledger.count[COMPUTE] else None
+
+    def _computing(self, backup: Operation) -> Operation | None:
+        """Return a COMPUTE of a node that ``backup`` covers, or of one above: its pages may rest on that batch, even if
+        the host had everything between them long before, because the batch has brought a state there, or brought pages
+        back to the device."""
+        climbed, node = 0, backup.fragments[0][0]
+        for other, _, _ in backup.fragments:
+            if other.end > node.end:
+                node = other
+        while node.parent is not None:
+            climbed += 1
+            for op in node.ops:
+                if op.kind is COMPUTE and not op.doomed:
+                    return op
+            node = node.parent
+        self._world.steps += climbed // _CLIMBED
         return None
 
     def _arrived(self, op: Operation, tier: int, base: int) -> None:

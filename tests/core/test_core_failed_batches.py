@@ -144,6 +144,29 @@ def test_pages_below_a_batch_that_is_not_over_are_not_saved_either() -> None:
     run.audit(idle=True)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["ran", "failed"])
+def test_nothing_that_rests_on_the_state_of_a_batch_that_is_not_over_is_saved(fails: bool) -> None:
+    """The pages between that state and what rests on it had been on the host for long."""
+    run = runtime("full,mamba")
+    run.insert("ab")
+    run.flush()
+    assert {kind for kind, _ in run.storage} == {FULL}
+    state = publish(run, "a", fails=fails)
+    below = enter(run, "abc")
+    assert below.lease.cached == run.page, "it goes on from the state after the first page"
+    below.compute(3 * run.page)
+    assert below.commit(checkpoint=3 * run.page)
+    run.complete(*backups(run))
+    assert not run.in_flight(BackupStorage), "a page that rests on a doubtful state would be stored"
+    run.complete(*computing(run))
+    below.release()
+    state.release()
+    run.settle()
+    assert reach(run, "abc") == (0 if fails else 3)
+    assert ((MAMBA, run.chain(SPACE, spell("abc"))[-1]) in run.storage) is not fails
+    run.audit(idle=True)
+
+
 def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
     run = runtime(device=8, host=0)
     publish(run, "abcd").release()
