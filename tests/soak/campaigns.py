@@ -4,7 +4,8 @@
 
 A *campaign* is a function that plays what one seed says, and raises whatever went wrong. The seeds are drawn from one
 number, which is printed first. Each failure is printed with the command that plays it again; the exit status is 1 if
-there was one.
+there was one. Hypothesis draws from constants of all modules that are imported, so what failed in ``core`` or
+``scheduler`` after other campaigns may pass by itself: the blob in its error plays it again for certain.
 """
 
 from __future__ import annotations
