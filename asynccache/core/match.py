@@ -325,7 +325,7 @@ class Explanations:
 
 _MOVING = "what follows is in neither tier now, though the tree knows it: it is on its way in or out"
 _WORDS = {
-    Gone.NEVER: "what follows was never here, or so long ago that it is forgotten",
+    Gone.NEVER: "what follows was never in memory, or so long ago that it is forgotten",
     Gone.DEVICE: "what follows was evicted from the device, and there was no copy of it",
     Gone.HOST: "what follows was evicted from the host, and was not in storage",
     Gone.STORED: "what follows was evicted, and was in storage then",

@@ -35,7 +35,7 @@ def test_nothing_is_known_of_what_was_never_here() -> None:
     found = explained(runtime(), "abc")
     assert (found.length, found.device, found.host, found.full, found.tree) == (12, 0, 0, 0, 0)
     assert (found.runs, found.loads, found.ends, found.gone) == ((), (), FULL, Gone.NEVER)
-    assert "never here" in found.why
+    assert "never in memory" in found.why
 
 
 def test_a_whole_prompt_on_the_device() -> None:
