@@ -56,10 +56,10 @@ class RequestHints:
 
 
 def read_hints(envelope: object) -> tuple[RequestHints, Counter[str]]:
-    """Return what ``envelope`` asks for, and how many of its actions there were of each verb, ``unknown`` and
-    ``malformed``. An envelope that is none counts as one malformed action."""
+    """Return what ``envelope`` (a dictionary, or the engine's own object) asks for, and how many of its actions there
+    were of each verb, ``unknown`` and ``malformed``. An envelope that is none counts as one malformed action."""
     hints, counts = RequestHints(), Counter[str]()
-    actions = getattr(envelope, "actions", None)
+    actions = _field(envelope, "actions")
     if not isinstance(actions, (list, tuple)):
         counts[MALFORMED] += 1
         return hints, counts
@@ -69,8 +69,12 @@ def read_hints(envelope: object) -> tuple[RequestHints, Counter[str]]:
     return hints, +counts
 
 
+def _field(of: object, name: str) -> Any:
+    return of.get(name) if isinstance(of, dict) else getattr(of, name, None)
+
+
 def _take(hints: RequestHints, action: object) -> str:
-    kind, version, payload = (getattr(action, name, None) for name in ("action_type", "action_version", "payload"))
+    kind, version, payload = (_field(action, name) for name in ("action_type", "action_version", "payload"))
     if not isinstance(kind, str) or not isinstance(version, str) or not isinstance(payload, dict):
         return MALFORMED
     verb = VERBS.get(kind)
