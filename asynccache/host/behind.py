@@ -28,7 +28,7 @@ from typing import Any
 
 from asynccache.errors import BackendError
 from asynccache.host.memory import UNIT, HostMemory
-from asynccache.host.pages import HostLabel, HostPage, PageTable, Writer
+from asynccache.host.pages import HostLabel, PageTable, Writer
 from asynccache.storage import (
     RECORD_SCHEMA,
     PageKey,
@@ -72,7 +72,7 @@ class StoreBehind:
         self.options = options
         self.backend: StorageBackend
         self.guard: CallGuard
-        self.waiting: deque[HostPage] = deque()
+        self.waiting: deque[bytes] = deque()
         self.writing = 0
         self.refuses = False
         self.counts: Counter[str] = Counter()
@@ -196,11 +196,11 @@ class StoresBehind:
 
     # writing
 
-    def write(self, pages: Sequence[HostPage]) -> None:
+    def write(self, keys: Sequence[bytes]) -> None:
         """Write these pages to the stores, soon."""
         for store in self.stores:
-            if store.options.write and pages:
-                store.waiting.extend(pages)
+            if store.options.write and keys:
+                store.waiting.extend(keys)
                 while len(store.waiting) > min(MOST_WAITING, self._table.layout.slots):  # more are evicted by now
                     store.waiting.popleft()
                     store.counts["dropped"] += 1
@@ -214,21 +214,22 @@ class StoresBehind:
                 if not store.writing:
                     store.quiet.set()
                 await store.news.wait()
-            batch, size = list[HostPage](), 0
-            most = min(BATCH_BYTES, self._table.layout.units * UNIT // BATCH_SHARE)  # a batch that hangs is pinned
+            batch, size, table = list[int](), 0, self._table
+            most = min(BATCH_BYTES, table.layout.units * UNIT // BATCH_SHARE)  # a batch that hangs is pinned
             while store.waiting and len(batch) < BATCH_PAGES and size < most:
-                page = store.waiting.popleft()
-                if page.stored:
-                    self._table.pin(self.own, page)
-                    batch.append(page)
-                    size += page.length
-                else:
+                slot = table.index.get(store.waiting.popleft())
+                if slot is None:
                     store.counts["evicted"] += 1
+                else:
+                    table.pin(self.own, slot)
+                    batch.append(slot)
+                    size += table.lengths[slot]
             if batch:
                 await self._write(store, batch)
 
-    async def _write(self, store: StoreBehind, batch: Sequence[HostPage]) -> None:
-        keys, records = [PageKey(page.pool, page.key) for page in batch], [self._record(page) for page in batch]
+    async def _write(self, store: StoreBehind, batch: Sequence[int]) -> None:
+        table = self._table
+        keys, records = [PageKey(table.pools[slot], table.key(slot)) for slot in batch], self._records(batch)
         try:
             answers = await store.put(keys, records)
             hits = answers.count(Result.HIT)
@@ -238,12 +239,13 @@ class StoresBehind:
                 LOG.warning("store %r does not take all pages; memory goes on", store.options.name)
             store.refuses = hits < len(answers)
         finally:
-            for page in batch:
-                self._table.unpin(self.own, page)
+            for slot in batch:
+                table.unpin(self.own, slot)
 
-    def _record(self, page: HostPage) -> Record:
-        assert self._memory is not None
-        return Record(self._memory.header(page.slot), self._memory.payload(page.start, page.length))
+    def _records(self, slots: Sequence[int]) -> list[Record]:
+        memory, table = self._memory, self._table
+        assert memory is not None
+        return [Record(memory.header(slot), memory.payload(table.starts[slot], table.lengths[slot])) for slot in slots]
 
     # reading
 
@@ -296,16 +298,16 @@ class StoresBehind:
             _take_over(codes, at, [Result.MISS if answer is Result.HIT else answer for answer in asked])
             there = [i for i, answer in zip(at, asked, strict=True) if answer is Result.HIT]
             places = [(i, self._table.reserve(self.own, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
-            reads = [(i, page) for i, page in places if page is not None]
-            _take_over(codes, [i for i, page in places if page is None], None)
+            reads = [(i, slot) for i, slot in places if slot is not None]
+            _take_over(codes, [i for i, slot in places if slot is None], None)
             if reads:
                 await self._read_from(store, keys, reads, codes)
         return {key.key: code for key, code in zip(keys, codes, strict=True)}
 
     async def _read_from(
-        self, store: StoreBehind, keys: Sequence[PageKey], reads: Sequence[tuple[int, HostPage]], codes: bytearray
+        self, store: StoreBehind, keys: Sequence[PageKey], reads: Sequence[tuple[int, int]], codes: bytearray
     ) -> None:
-        wanted, records = [keys[i] for i, _ in reads], [self._record(page) for _, page in reads]
+        wanted, records = [keys[i] for i, _ in reads], self._records([slot for _, slot in reads])
         table, bad = self._table, list[PageKey]()
         try:
             answers = await store.asks("get", wanted, lambda keys: store.backend.get(keys, records))
@@ -317,15 +319,15 @@ class StoresBehind:
                     if not is_good:
                         answers[n] = Result.CORRUPT
                         bad.append(wanted[n])
-            for (i, page), answer in list(zip(reads, answers, strict=True))[::-1]:
-                if page.key in self._deleted:
+            for (i, slot), answer in list(zip(reads, answers, strict=True))[::-1]:
+                if keys[i].key in self._deleted:
                     continue
                 codes[i] = int(answer)
                 if answer is Result.HIT:
-                    table.publish(self.own, page.slot, self._now())
+                    table.publish(self.own, slot, self._now())
             store.counts["read"] += answers.count(Result.HIT)
         finally:
-            table.give_back(self.own, [page.slot for _, page in reads])
+            table.give_back(self.own, [slot for _, slot in reads])
         if bad:
             store.counts["corrupt"] += len(bad)
             await store.guard.answers("drop", bad, store.backend.delete)

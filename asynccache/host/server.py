@@ -27,7 +27,7 @@ from asynccache.errors import AsyncCacheError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
-from asynccache.host.pages import KeptPage, PageTable, Writer
+from asynccache.host.pages import Books, PageTable, Writer
 from asynccache.host.session import HostSession
 from asynccache.host.sockets import group_id, groups_of, is_dead, listening_socket, peer_of, pidfd_of, process_of
 
@@ -61,17 +61,14 @@ class Peer:
 
 class Snapshot(msgspec.Struct, array_like=True):
     """What a server leaves to the next beside the descriptors: of the memory, of the listening socket, and one for each
-    process in ``reserved``: its name, what it has reserved, and the slots of pages that it reads from as a server."""
+    process in ``held``: its name, and what ``PageTable.held_by`` says of it."""
 
     boot: bytes
     layout: MemoryLayout
-    usable: int
     allocated: int
-    generations: bytes
-    kept: list[KeptPage]
-    reserved: list[tuple[str, list[KeptPage], list[int]]]
-    keep: list[tuple[bytes, float]] = []
-    """Pages that are to be kept, and for how many seconds more; a server of before has none."""
+    books: Books
+    held: list[tuple[str, list[int], list[int]]]
+    keep: list[tuple[bytes, float]]
 
 
 class Inherited:
@@ -172,7 +169,8 @@ class HostClient(asyncio.Protocol):
             self._timer.cancel()
         self._frames.most = wire.MOST_FRAME
         table, layout = server.table, server.memory.layout
-        name = greeting.label if greeting.label in table.labels or len(table.labels) < MOST_LABELS else "other"
+        known = table.known_labels
+        name = greeting.label if greeting.label in known or len(known) < MOST_LABELS else "other"
         self.peer.writer.name = self.peer.name + (f" ({name})" if name else "")
         self.session = HostSession(table, self.peer.writer, table.label(name), behind=server.behind, now=time.time,
                                    clock=time.monotonic, counts=server.counts)  # fmt: skip
@@ -291,17 +289,14 @@ class HostServer:
         self._own_socket = _identity(self.path)
 
     def _inherit(self, inherited: Inherited) -> None:
-        snapshot, owed = inherited.snapshot, list[tuple[Writer, KeptPage]]()
-        pinned = list[tuple[Writer, int]]()
-        for (name, pages, slots), pidfd in zip(snapshot.reserved, inherited.pidfds, strict=True):
+        snapshot, held = inherited.snapshot, list[tuple[Writer, list[int], list[int]]]()
+        for (name, reserved, pinned), pidfd in zip(snapshot.held, inherited.pidfds, strict=True):
             peer = self._peer(pidfd, name)
             peer.owes = True
             peer.writer.since = time.monotonic()
-            owed += [(peer.writer, page) for page in pages]
-            pinned += [(peer.writer, slot) for slot in slots]
+            held.append((peer.writer, reserved, pinned))
         self.boot = snapshot.boot
-        generations = memoryview(snapshot.generations).cast("Q").tolist()
-        self.table.restore(snapshot.usable, generations, snapshot.kept, owed, pinned)
+        self.table.restore(snapshot.books, held)
         self.table.now = time.monotonic()
         for page, seconds in snapshot.keep:
             self.table.keep([page], seconds)
@@ -502,9 +497,8 @@ class HostServer:
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
         table = self.table
-        reserved = [(peer.writer.name, *table.held_by(peer.writer)) for peer in writing]
-        return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
-                        table.generations(), list(table.kept()), reserved, table.kept_for())  # fmt: skip
+        held = [(peer.writer.name, *table.held_by(peer.writer)) for peer in writing]
+        return Snapshot(self.boot, self.memory.layout, self.memory.allocated, table.books(), held, table.kept_for())
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""

@@ -113,7 +113,7 @@ async def test_a_page_that_is_evicted_while_it_is_copied_is_a_miss(monkeypatch: 
         places = type(backend._connection.channel.mapping).places  # type: ignore[union-attr]
 
         def slow(self: Any, offsets: Any, sizes: Any) -> Any:
-            server.table.drop(server.table.index[keys[2].key])
+            server.table.drop(keys[2].key)
             return places(self, offsets, sizes)
 
         monkeypatch.setattr(type(backend._connection.channel.mapping), "places", slow)  # type: ignore[union-attr]

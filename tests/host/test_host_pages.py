@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from array import array
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asynccache.errors import ConfigError
 from asynccache.host.memory import UNIT, Extents, HostMemory, layout_of, units_of
-from asynccache.host.pages import KEPT_SHARE, LONGEST_KEPT, ROOM_IN_A_ROW, HostPage, PageTable, Writer
+from asynccache.host.pages import KEPT_SHARE, LONGEST_KEPT, PageTable, Writer
 
 SIZES = (1, 1000, UNIT, 3 * UNIT + 1, 16 * UNIT)
 
@@ -32,16 +33,27 @@ def table_of(size: int = 1 << 20, **more: Any) -> PageTable:
     return table
 
 
-def stored(table: PageTable, writer: Writer, number: int, size: int = UNIT, label: str = "") -> HostPage:
-    page = table.reserve(writer, name_of(number), "full", size, table.label(label))
-    assert page is not None
-    assert table.publish(writer, page.slot, 1.0) is page
-    return page
+def stored(table: PageTable, writer: Writer, number: int, size: int = UNIT, label: str = "") -> int:
+    slot = table.reserve(writer, name_of(number), "full", size, table.label(label))
+    assert slot is not None
+    assert table.publish(writer, slot, 1.0) == slot
+    return slot
+
+
+def longest_gap(table: PageTable, spared: Collection[int] = ()) -> int:
+    """The units in the longest row in which all may go but what is ``spared``."""
+    fixed, longest, run = set[int](), 0, 0
+    for slot in (*table._fixed, *spared):
+        fixed.update(range(table.starts[slot], table.starts[slot] + units_of(table.lengths[slot])))
+    for unit in range(table.usable):
+        run = 0 if unit in fixed else run + 1
+        longest = max(longest, run)
+    return longest
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
 def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[bool, int]]) -> None:
-    extents, taken, free = Extents(), list[tuple[int, int]](), [True] * 200
+    extents, taken, free = Extents(200), list[tuple[int, int]](), [True] * 200
     extents.give(0, 200)
     for takes, units in steps:
         if takes:
@@ -52,7 +64,7 @@ def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[
                 elif at:
                     runs.append(at)
                     at = 0
-            start = extents.take(units)
+            start = extents.take(units, 7)
             fitting = [run for run in runs if run >= units]
             assert (start is None) == (not fitting)
             if start is not None:
@@ -70,8 +82,8 @@ def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[
             extents.give(start, units)
             free[start : start + units] = [True] * units
         assert extents.free == sum(free)
-    again = Extents()
-    again.give_all_but(taken, 200)
+    again = Extents(200)
+    again.give_all_but([(start, units, 7) for start, units in taken], 200)
     assert (again.free, again.largest) == (extents.free, extents.largest)
 
 
@@ -82,27 +94,37 @@ class TableMachine(RuleBasedStateMachine):
     def begin(self, limited: bool) -> None:
         self.table = table_of(quota=400 << 10, limits={"small": 100 << 10} if limited else None)
         self.writers = [Writer(str(number)) for number in range(3)]
-        self.held: list[list[HostPage]] = [[], [], []]
+        self.held: list[list[int]] = [[], [], []]
         self.store = Writer("store")
-        self.pinned: list[HostPage] = []
+        self.pinned: list[int] = []
         self.seen: dict[tuple[int, int], bytes] = {}
 
     @rule(who=st.integers(0, 2), key=st.integers(0, 19), size=st.sampled_from(SIZES), small=st.booleans())
     def reserve(self, who: int, key: int, size: int, small: bool) -> None:
         table, writer, before = self.table, self.writers[who], dict(self.table.index)
-        kept_before = {one for one in before.values() if one.kept > table.now}
-        page = table.reserve(writer, name_of(key), "full", size, table.label("small" if small else ""))
-        if page is None:
+        sizes = {name: table.lengths[at] for name, at in before.items()}
+        fixed, gap, label = set(table._fixed), longest_gap(table), table.label("small" if small else "")
+        kept = {slot for slot, until in table.kept.items() if until > table.now}
+        spared = longest_gap(table, kept)
+        allowed = writer.bytes + units_of(size) * UNIT <= table.quota and units_of(size) <= gap
+        allowed = allowed and table.reserved_bytes + units_of(size) * UNIT <= table.usable * UNIT // 2
+        allowed = allowed and size <= table.longest
+        slot = table.reserve(writer, name_of(key), "full", size, label)
+        gone = {name: before[name] for name in before if name not in table.index}
+        assert not fixed & set(gone.values())
+        if slot is None:
+            assert label.limit is not None or not gone, "pages go only for one that finds room"
+            assert label.limit is not None or not allowed, "there is a place, and nobody who may not go is in it"
             return
+        assert allowed
         assert writer.bytes <= table.quota
-        assert page.units == units_of(size)
-        assert table.layout.payloads_at <= page.offset <= page.offset + size <= table.layout.size
-        self.held[who].append(page)
-        gone = [one for name, one in before.items() if name not in table.index]
-        assert not any(one.pins for one in gone)
-        if any(one in kept_before and not (one.label.limit and small) for one in gone):  # a label's limit is above it
-            freed = sum(one.units for one in gone)
-            assert freed >= ROOM_IN_A_ROW * page.units or all(one in kept_before or one.pins for one in before.values())
+        assert table.lengths[slot] == size
+        assert table.layout.payloads_at <= table.offsets([slot])[0] <= table.layout.size - size
+        self.held[who].append(slot)
+        if label.limit is None and units_of(size) <= spared:
+            assert not kept & set(gone.values()), "there is a place beside what is kept"
+        if label.limit is None and gone:  # those that have gone were there, or next to it
+            assert sum(units_of(sizes[name]) for name in gone) < units_of(size) + units_of(SIZES[-1])
         label = table.label("small")
         assert label.limit is None or label.bytes <= label.limit
 
@@ -112,19 +134,18 @@ class TableMachine(RuleBasedStateMachine):
         if not held:
             assert self.table.publish(self.writers[who], which, 1.0) is None
             return
-        page = held[which % len(held)]
+        slot = held[which % len(held)]
         if foreign:
-            assert self.table.publish(self.writers[who - 1], page.slot, 1.0) is None
+            assert self.table.publish(self.writers[who - 1], slot, 1.0) is None
             return
-        held.remove(page)
-        other = self.table.index.get(page.key)
-        assert self.table.publish(self.writers[who], page.slot, 1.0) is (other or page)
-        assert self.table.publish(self.writers[who], page.slot, 1.0) is None
+        held.remove(slot)
+        assert self.table.publish(self.writers[who], slot, 1.0) == self.table.index.get(self.table.key(slot), slot)
+        assert self.table.publish(self.writers[who], slot, 1.0) is None
 
     @rule(who=st.integers(0, 2), slots=st.lists(st.integers(0, 127), max_size=3))
     def give_back(self, who: int, slots: list[int]) -> None:
         self.table.give_back(self.writers[who], slots)
-        self.held[who] = [page for page in self.held[who] if page.slot not in slots]
+        self.held[who] = [slot for slot in self.held[who] if slot not in slots]
 
     @rule(who=st.integers(0, 2))
     def die(self, who: int) -> None:
@@ -143,20 +164,21 @@ class TableMachine(RuleBasedStateMachine):
     def ended(self, keys: list[int]) -> None:
         names, before = [name_of(key) for key in keys], list(self.table.index)
         assert self.table.ended(names) == [name in self.table.index for name in names]
-        first = [name for name in names[::-1] if name in self.table.index and not self.table.index[name].kept]
+        first = [name for name in names[::-1] if self.table.index.get(name, -1) not in {-1, *self.table.kept}]
         assert list(self.table.index) == first + [name for name in before if name not in first]
 
     @rule(keys=st.lists(st.integers(0, 19), max_size=6), seconds=st.sampled_from([0.0, 1.0, 30.0, 1e300, math.nan]))
     def keep(self, keys: list[int], seconds: float) -> None:
         table, names = self.table, [name_of(key) for key in keys]
         before = list(table.index)
-        was = {name: page.kept for name, page in table.index.items()}
+        was = {name: table.kept.get(slot, 0.0) for name, slot in table.index.items()}
         for name, done in zip(names, table.keep(names, seconds), strict=True):
-            page = table.index.get(name)
+            slot = table.index.get(name)
             until = table.now + min(seconds, LONGEST_KEPT)
-            if seconds > 0 and page is not None and was[name] <= table.now:
-                assert done or table.kept_bytes + page.units * UNIT > table.usable * UNIT // KEPT_SHARE
-            assert not done or (page is not None and page.kept >= until)
+            if seconds > 0 and slot is not None and was[name] <= table.now:
+                size = units_of(table.lengths[slot]) * UNIT
+                assert done or table.kept_bytes + size > table.usable * UNIT // KEPT_SHARE
+            assert not done or (slot is not None and table.kept[slot] >= until)
         assert set(table.index) == set(before)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, LONGEST_KEPT]))
@@ -165,13 +187,19 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(key=st.integers(0, 19), pin=st.booleans())
     def drop(self, key: int, pin: bool) -> None:
-        page = self.table.index.get(name_of(key))
-        if page is not None:
-            if pin:
-                self.table.pin(self.store, page)
-                self.pinned.append(page)
-            self.table.drop(page)
-            assert name_of(key) not in self.table.index
+        slot = self.table.index.get(name_of(key))
+        if slot is not None and pin:
+            self.table.pin(self.store, slot)
+            self.pinned.append(slot)
+        self.table.drop(name_of(key))
+        assert name_of(key) not in self.table.index
+
+    @rule(key=st.integers(0, 19))
+    def pin(self, key: int) -> None:
+        slot = self.table.index.get(name_of(key))
+        if slot is not None:
+            self.table.pin(self.store, slot)
+            self.pinned.append(slot)
 
     @rule()
     def unpin(self) -> None:
@@ -187,21 +215,19 @@ class TableMachine(RuleBasedStateMachine):
     def next_server(self) -> None:
         old, books = self.table, [self.table.held_by(writer) for writer in (*self.writers, self.store)]
         new = PageTable(old.layout, old._shared, quota=old.quota,
-                        limits={name: label.limit for name, label in old.labels.items() if label.limit})
+                        limits={name: label.limit for name, label in old.known_labels.items() if label.limit})
         hands = [Writer(str(number)) for number in range(4)]
-        new.restore(old.usable, list(old._generations), list(old.kept()),
-                    [(hand, page) for hand, (kept, _) in zip(hands, books, strict=True) for page in kept],
-                    [(hand, slot) for hand, (_, slots) in zip(hands, books, strict=True) for slot in slots])
-        assert list(new.index) == list(old.index)
+        new.restore(old.books(), [(hand, *kept) for hand, kept in zip(hands, books, strict=True)])
+        assert list(new.index.items()) == list(old.index.items())
+        for slot in [*self.pinned, *old.index.values(), *(slot for held in self.held for slot in held)]:
+            assert (new.keys[slot], new.starts[slot], new.lengths[slot], new.labels[slot].name) == (
+                old.keys[slot], old.starts[slot], old.lengths[slot], old.labels[slot].name)
         new.now = 7.0
         for key, seconds in old.kept_for():
             assert new.keep([key], seconds) == [seconds > 0]
-        places = {page.slot: new._in_slot[page.slot] for page in self.pinned}
-        assert all(page is not None and page.start == was.start
-                   for was, page in zip(self.pinned, map(places.get, [was.slot for was in self.pinned]), strict=True))
-        self.table, self.writers, self.store, self.pinned = new, hands[:3], Writer("store"), []
-        self.held = [list(writer.reserved.values()) for writer in self.writers]
         new.audit()
+        self.table, self.writers, self.store, self.pinned = new, hands[:3], Writer("store"), []
+        self.held = [list(writer.reserved) for writer in self.writers]
         new.end(hands[3])  # the process whose store hangs is dead at last
 
     @invariant()
@@ -209,11 +235,11 @@ class TableMachine(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         self.table.audit()
-        held = [page for each in self.held for page in each]
-        assert self.table.reserved_bytes == sum(page.units * UNIT for page in held)
-        for page in [*held, *self.table.index.values()]:
-            assert self.table._shared[page.slot] == page.generation
-            assert self.seen.setdefault((page.slot, page.generation), page.key) == page.key
+        held, table = [slot for each in self.held for slot in each], self.table
+        assert table.reserved_bytes == sum(units_of(table.lengths[slot]) * UNIT for slot in held)
+        for slot in [*held, *table.index.values()]:
+            assert table._shared[slot] == table.generations[slot]
+            assert self.seen.setdefault((slot, table.generations[slot]), table.key(slot)) == table.key(slot)
 
 
 TestTable = TableMachine.TestCase
@@ -316,6 +342,24 @@ def test_a_page_of_an_absurd_size_finds_no_room_and_evicts_nothing(size: int) ->
     assert len(table.index) == 1
 
 
+def test_where_reservations_scatter_the_memory_no_page_goes_for_one_that_finds_no_place() -> None:
+    table = table_of(quota=1 << 30)
+    held, writer, label = Writer("held"), Writer("w"), table.label("")
+    for number in range(table.layout.units // 2):
+        slot = table.reserve(held, name_of(number), "full", 2 * UNIT, label)
+        assert slot is not None
+        if number % 8:
+            table.publish(held, slot, 1.0)
+    index = list(table.index)
+    assert len(index) > 100
+    assert table.reserve(writer, name_of(251), "full", 15 * UNIT, label) is None
+    assert list(table.index) == index
+    assert table.reserve(writer, name_of(252), "full", 14 * UNIT, label) is not None
+    assert len(table.index) == len(index) - 7
+    assert table.reserve(writer, name_of(253), "full", 14 * UNIT, label) is not None, "other places are looked for"
+    table.audit()
+
+
 def test_too_little_memory_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="memory=4096: a host process needs 1048576 bytes at least"):
         HostMemory.make(4096)
@@ -343,13 +387,13 @@ def test_huge_pages_that_nobody_reserved_are_a_sentence_and_those_that_are_there
 def test_pages_of_a_label_that_are_being_written_count_for_its_limit() -> None:
     table, writer = table_of(limits={"a": 4 * UNIT}), Writer("one")
     label = table.label("a")
-    old = stored(table, writer, 0, label="a")
-    pages = [table.reserve(writer, name_of(n), "full", UNIT, label) for n in range(1, 9)]
-    granted = [page for page in pages if page is not None]
+    stored(table, writer, 0, label="a")
+    slots = [table.reserve(writer, name_of(n), "full", UNIT, label) for n in range(1, 9)]
+    granted = [slot for slot in slots if slot is not None]
     assert len(granted) == 4
-    assert not old.stored
-    for page in granted:
-        table.publish(writer, page.slot, 1.0)
+    assert name_of(0) not in table.index
+    for slot in granted:
+        table.publish(writer, slot, 1.0)
     assert (label.bytes, label.reserved) == (4 * UNIT, 0)
     assert table.reserve(writer, name_of(9), "full", 5 * UNIT, label) is None
     assert label.pages == 4, "nothing goes for a page that is longer than the limit"
@@ -360,11 +404,11 @@ def test_pages_are_listed_in_steps_that_keep_nobody_waiting(monkeypatch: pytest.
     monkeypatch.setattr("asynccache.host.pages.MOST_SCANNED", 4)
     table, writer, slot, found = table_of(), Writer("one"), 0, list[bytes]()
     for number in range(20):
-        page = stored(table, writer, number)
+        stored(table, writer, number)
         if number % 7:
-            table.drop(page)
+            table.drop(name_of(number))
     while slot >= 0:
-        pages, slot = table.listed(slot, 3)
-        found += [page.key for page in pages]
+        keys, slot = table.listed(slot, 3)
+        found += keys
     assert sorted(found) == sorted(table.index)
     assert table.listed(1 << 61, 3) == ([], -1)

@@ -139,12 +139,11 @@ class World:
         """Another server takes over. Clients that were writing go on over a new session."""
         self.met["takeovers"] += 1
         old = self.table
-        generations = memoryview(old.generations()).cast("Q").tolist()
         self.table = PageTable(old.layout, self.memory.generations, quota=old.quota)
-        owed = [(client.writer, page) for client in self.clients for page in old.held_by(client.writer)[0]]
+        held = [(client.writer, *old.held_by(client.writer)) for client in self.clients]
         for client in self.clients:
-            client.writer.reserved, client.writer.bytes = {}, 0
-        self.table.restore(old.usable, generations, list(old.kept()), owed, [])
+            client.writer.reserved, client.writer.bytes = set(), 0
+        self.table.restore(old.books(), held)
         for client in self.clients:
             client.session = self.session_of(client.writer)
 
