@@ -21,11 +21,12 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from asynccache.errors import AsyncCacheError, BackendError
+from asynccache.host.changes import HeldChanges, HeldKeys
 from asynccache.host.memory import UNIT, HostMemory
 from asynccache.host.pages import HostLabel, HostPage, PageTable, Writer
 from asynccache.storage import (
@@ -47,6 +48,7 @@ from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.checked import verify
 from asynccache.storage.contract import probe
 from asynccache.storage.url import check_name
+from asynccache.storage.wrapper import watch
 
 LATE = 1.0
 WRITERS = 4
@@ -78,6 +80,8 @@ class StoreBehind:
         self.news = asyncio.Event()
         self.quiet = asyncio.Event()
         self.quiet.set()
+        self.held: HeldKeys | None = None
+        self._unwatch: Callable[[], object] | None = None
         self._begun: dict[object, float] = {}
         self._batches: dict[asyncio.Future[None], frozenset[bytes]] = {}
 
@@ -90,6 +94,23 @@ class StoreBehind:
         )  # fmt: skip
         if memory is not None:
             self.backend.register(POOL, memory)
+
+    async def watch(self, changes: HeldChanges) -> None:
+        """Note from now on which keys it holds. Of a store that cannot tell, that is what its answers show."""
+        self.held = self.held or changes.place("STORAGE")
+        watched = watch(self.backend, self.held.note)
+        self.backend, self._unwatch = watched.backend, watched.end
+        await changes.list(self.held, watched.parts)
+
+    async def close(self) -> None:
+        """Close it. It holds nothing then, as far as anybody can tell."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if self.held is not None:
+            self.held.note(False, list(self.held.keys))
+        await self.guard.aclose()
+        await self.backend.aclose()
 
     @property
     def late(self) -> bool:
@@ -153,6 +174,7 @@ class StoresBehind:
         self._suspects: dict[bytes, None] = {}
         self._deleted: set[bytes] = set()  # of those that are being read
         self._writers: list[asyncio.Task[None]] = []
+        self._changes: HeldChanges | None = None
         self._now = time.time
 
     def use(self, table: PageTable, memory: HostMemory) -> None:
@@ -174,6 +196,14 @@ class StoresBehind:
             raise
         for store in self.stores:
             self._writers += [self._begin(self._write_on(store)) for _ in range(WRITERS)]
+            if self._changes is not None:
+                self._begin(store.watch(self._changes))
+
+    def watch(self, changes: HeldChanges) -> None:
+        """Note from now on which keys each store holds."""
+        self._changes = changes
+        for store in self.stores:
+            self._begin(store.watch(changes))
 
     def counts(self) -> dict[str, float]:
         """Return the counters of all stores, by the store's name and the counter's."""
@@ -386,8 +416,7 @@ class StoresBehind:
         for store in self.stores:
             try:
                 async with asyncio.timeout(DRAIN):
-                    await store.guard.aclose()
-                    await store.backend.aclose()
+                    await store.close()
             except (TimeoutError, AsyncCacheError) as error:
                 LOG.warning("store %s could not be closed: %r", store.options.name, error)
 

@@ -22,12 +22,13 @@ from sys import intern
 from typing import Any, NamedTuple
 
 from asynccache.host.memory import UNIT, Extents, MemoryLayout, units_of
-from asynccache.storage import HEADER_BYTES
+from asynccache.storage import HEADER_BYTES, Tell
 
 LONGEST_SHARE = 8
 """A page takes at most this part of the memory."""
 MOST_QUOTA, LEAST_QUOTA = 512 << 20, 64 << 20
 QUOTA_SHARE = 8
+LISTED = 1 << 12
 MOST_SCANNED = 1 << 16
 """Slots that are looked at in one go: millions would keep all clients waiting."""
 
@@ -119,6 +120,7 @@ class PageTable:
         self._slots: list[int] = []  # those that were used and are free; others have never been used
         self._generations = array("Q")  # of all that were ever used
         self._in_slot: list[HostPage | None] = []
+        self._tell: Tell | None = None
 
     def __repr__(self) -> str:
         return f"PageTable({len(self.index)} pages, {self.bytes} of {self.usable * UNIT} bytes)"
@@ -220,6 +222,8 @@ class PageTable:
         label.bytes += page.length
         if label.limit is not None:
             label.order[page.key] = page
+        if self._tell is not None:
+            self._tell(True, (page.key,))
 
     # going
 
@@ -235,6 +239,8 @@ class PageTable:
         label.bytes -= page.length
         if label.limit is not None:
             del label.order[page.key]
+        if self._tell is not None:
+            self._tell(False, (page.key,))
         if not page.pins:
             self._release(page)
 
@@ -303,6 +309,18 @@ class PageTable:
                     return found, at
                 found.append(page)
         return found, end if slot < end < len(self._in_slot) else -1
+
+    def watch(self, tell: Tell | None) -> Iterator[list[bytes]]:
+        """Call ``tell`` from now on when a page can be found, or can be found no more; None ends that. Returns the keys
+        that can be found now, in parts, each of which is right when it is taken."""
+        self._tell = tell
+        return self._keys()
+
+    def _keys(self) -> Iterator[list[bytes]]:
+        at = 0
+        while at < len(self._in_slot):
+            yield [page.key for page in self._in_slot[at : at + LISTED] if page is not None and page.stored]
+            at += LISTED
 
     def generations(self) -> bytes:
         """Return the generation of every slot that was ever used, 8 bytes each."""
