@@ -22,11 +22,12 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from asynccache.errors import BackendError
+from asynccache.host.changes import HeldChanges, HeldKeys
 from asynccache.host.memory import UNIT, HostMemory
 from asynccache.host.pages import HostLabel, PageTable, Writer
 from asynccache.storage import (
@@ -48,6 +49,7 @@ from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.checked import verify
 from asynccache.storage.contract import probe
 from asynccache.storage.url import check_name
+from asynccache.storage.wrapper import watch
 
 LATE = 1.0
 WRITERS = 4
@@ -79,6 +81,8 @@ class StoreBehind:
         self.news = asyncio.Event()
         self.quiet = asyncio.Event()
         self.quiet.set()
+        self.held: HeldKeys | None = None
+        self._unwatch: Callable[[], object] | None = None
         self._begun: dict[object, float] = {}
         self._batches: dict[asyncio.Future[None], frozenset[bytes]] = {}
 
@@ -92,8 +96,21 @@ class StoreBehind:
         if memory is not None:
             self.backend.register(POOL, memory)
 
+    async def watch(self, changes: HeldChanges) -> None:
+        """Note from now on which keys it holds. Of a store that cannot tell, that is what its answers show."""
+        self.held = self.held or changes.place("STORAGE")
+        watched = watch(self.backend, self.held.note)
+        self.backend, self._unwatch = watched.backend, watched.end
+        await changes.list(self.held, watched.parts)
+
     async def aclose(self) -> None:
-        """Close it. Raises as the backend's own does; that of a store that hangs does not end."""
+        """Close it. It holds nothing then, as far as anybody can tell. Raises as the backend's own does; that of a
+        store that hangs does not end."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if self.held is not None:
+            self.held.note(False, list(self.held.keys))
         await self.guard.aclose()
         await self.backend.aclose()
 
@@ -159,6 +176,7 @@ class StoresBehind:
         self._suspects: dict[bytes, None] = {}
         self._deleted: set[bytes] = set()  # of those that are being read
         self._writers: list[asyncio.Task[None]] = []
+        self._changes: HeldChanges | None = None
         self._now = time.time
 
     def use(self, table: PageTable, memory: HostMemory) -> None:
@@ -180,6 +198,14 @@ class StoresBehind:
             raise
         for store in self.stores:
             self._writers += [self._begin(self._write_on(store)) for _ in range(WRITERS)]
+            if self._changes is not None:
+                self._begin(store.watch(self._changes))
+
+    def watch(self, changes: HeldChanges) -> None:
+        """Note from now on which keys each store holds."""
+        self._changes = changes
+        for store in self.stores:
+            self._begin(store.watch(changes))
 
     def counts(self) -> dict[str, float]:
         """Return the counters of all stores, by the store's name and the counter's."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import ChainMap, Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from sys import intern
 from typing import Any
@@ -33,12 +33,13 @@ from typing import Any
 import msgspec
 
 from asynccache.host.memory import UNIT, Extents, MemoryLayout, units_of
-from asynccache.storage import HEADER_BYTES, KEY_BYTES
+from asynccache.storage import HEADER_BYTES, KEY_BYTES, Tell
 
 LONGEST_SHARE = 8
 """A page takes at most this part of the memory."""
 MOST_QUOTA, LEAST_QUOTA = 512 << 20, 64 << 20
 QUOTA_SHARE = 8
+LISTED = 1 << 12
 MOST_SCANNED = 1 << 16
 """Slots that are looked at in one go: millions would keep all clients waiting."""
 PLACES, LEAST_COST = 8, 0.01
@@ -146,6 +147,7 @@ class PageTable:
         self._extents = Extents(layout.units)
         self._free = array("I")  # slots that were used and are free; others have never been used
         self._fixed: Counter[int] = Counter()  # slots that keep their place: how often they are reserved or pinned
+        self._tell: Tell | None = None
 
     def __repr__(self) -> str:
         return f"PageTable({len(self.index)} pages, {self.bytes} of {self.usable * UNIT} bytes)"
@@ -342,6 +344,8 @@ class PageTable:
         label.bytes += length
         if label.limit is not None:
             label.order[key] = None
+        if self._tell is not None:
+            self._tell(True, (key,))
 
     # going
 
@@ -368,6 +372,8 @@ class PageTable:
         label.bytes -= length
         if label.limit is not None:
             del label.order[key]
+        if self._tell is not None:
+            self._tell(False, (key,))
         if slot not in self._fixed:
             self._release(slot)
 
@@ -527,6 +533,18 @@ class PageTable:
                     return found, at
                 found.append(key)
         return found, end if slot < end < len(self.keys) else -1
+
+    def watch(self, tell: Tell | None) -> Iterator[list[bytes]]:
+        """Call ``tell`` from now on when a page can be found, or can be found no more; None ends that. Returns the keys
+        that can be found now, in parts, each of which is right when it is taken."""
+        self._tell = tell
+        return self._stored_keys()
+
+    def _stored_keys(self) -> Iterator[list[bytes]]:
+        at = 0
+        while at != -1:
+            keys, at = self.listed(at, LISTED)
+            yield keys
 
     def books(self) -> Books:
         """Return all that is known here but who holds what."""

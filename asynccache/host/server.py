@@ -26,6 +26,7 @@ import msgspec
 from asynccache.errors import AsyncCacheError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
+from asynccache.host.changes import HeldChanges, TellHeld
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
 from asynccache.host.pages import Books, PageTable, Writer
 from asynccache.host.session import HostSession
@@ -261,6 +262,7 @@ class HostServer:
         self._clients: set[HostClient] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._growing: asyncio.Task[None] | None = None
+        self._changes: HeldChanges | None = None
 
     def __repr__(self) -> str:
         return f"HostServer({self.path!r}, {len(self._clients)} clients, {self.table!r})"
@@ -324,6 +326,15 @@ class HostServer:
             "oldest_reservation": round(max(held, default=0.0), 3), **{name: table.counts[name] for name in COUNTERS},
             **({} if self.behind is None else self.behind.counts()),
         }  # fmt: skip
+
+    def announce(self, tell: TellHeld) -> None:
+        """Tell ``tell`` which keys the memory and the stores hold, and from now on every change of that. To be called
+        once, on the open server."""
+        changes = self._changes = HeldChanges(tell)
+        memory = changes.place("CPU")
+        self._begin(changes.list(memory, self.table.watch(memory.note)))
+        if self.behind is not None:
+            self.behind.watch(changes)
 
     # who comes
 
@@ -510,6 +521,8 @@ class HostServer:
         if self.closed.is_set():
             return
         self.draining = True
+        if self._changes is not None:
+            self._changes.close()
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()

@@ -125,9 +125,9 @@ async def test_chunks_of_a_conversation_that_has_ended_go_first_and_those_that_o
             assert made.turn(two) == 3
             assert made.turn(one[:7] + keys_of(2, "on"), hints(("kv.end", {}))) == 7
             wait_for(made, lambda: server.table.counts["ended"] == 6)
-            order = list(server.table.index.values())[:6]
+            order = list(server.table.index)[:6]
             assert all(where(server, made, one + keys_of(2, "on")))
-            assert [page.key for page in order] == [page_of(made, key) for key in (one[3:] + keys_of(2, "on"))[::-1]]
+            assert order == [page_of(made, key) for key in (one[3:] + keys_of(2, "on"))[::-1]]
 
     await beside(work)
 
