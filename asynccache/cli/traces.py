@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgspec
-import numpy as np
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
@@ -394,6 +393,8 @@ def arrivals(trace: Trace, speed: float) -> list[float]:
     count = len(trace.requests)
     if not speed:
         return [0.0] * count
+    import numpy as np  # `serve` shares this module's options and needs no NumPy
+
     stamps = np.maximum.accumulate([request.timestamp for request in trace.requests])
     ticks, first = np.unique(stamps - stamps[0], return_index=True)
     end = ticks[-1] + (ticks[-1] - ticks[-2] if len(ticks) > 1 else 0.0)  # the last tick is as long as the one before
