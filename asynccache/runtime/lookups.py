@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import Gone, walk
+from asynccache.runtime.distinct import DistinctPages
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES
 
@@ -54,18 +55,27 @@ _SHORT = {
 class LookupStats(NamedTuple):
     """Counters of leases that were granted. ``requests``: how many. ``tokens``: how many they wanted. ``hits``: tokens
     that they found, by tier. ``misses``: tokens that they did not find, by reason. ``missed_requests``: how many leases
-    missed any tokens for that reason."""
+    missed any tokens for that reason. ``new_tokens``: tokens of different pages that were nowhere on the way to the
+    device when they were asked for, an estimate (see ``DistinctPages``): of those every cache, however large, misses
+    the first time."""
 
     requests: int
     tokens: int
     hits: Mapping[str, int]
     misses: Mapping[str, int]
     missed_requests: Mapping[str, int]
+    new_tokens: int
 
     @property
     def hit_ratio(self) -> float:
         """The share of the wanted tokens that was found, 0 to 1; 0 before the first request."""
         return sum(self.hits.values()) / self.tokens if self.tokens else 0.0
+
+    @property
+    def ceiling(self) -> float:
+        """The highest hit ratio that a cache of any size could have had, if requests had come one after another; at
+        least ``hit_ratio``."""
+        return max(self.hit_ratio, 1 - self.new_tokens / self.tokens) if self.tokens else 0.0
 
 
 class Lookups:
@@ -77,6 +87,7 @@ class Lookups:
         self.requests = self.tokens = self.device = self.host = self.storage = 0
         self._missed = [0] * len(Miss)
         self._missed_requests = [0] * len(Miss)
+        self._new = DistinctPages(self._size)
 
     def __repr__(self) -> str:
         return f"Lookups({self.requests} requests, {self.tokens} tokens, {sum(self._missed)} missed)"
@@ -87,6 +98,7 @@ class Lookups:
         return LookupStats(
             self.requests, self.tokens, {"device": self.device, "host": self.host, "storage": self.storage},
             dict(zip(names, self._missed, strict=True)), dict(zip(names, self._missed_requests, strict=True)),
+            round(self._new.count() * self._size),
         )  # fmt: skip
 
     def count(self, lease: CoreLease, ask: LeaseRequest, found: tuple[int, int, int], handle: Prefetch | None) -> None:
@@ -105,6 +117,7 @@ class Lookups:
                 self._miss(self._cut_short(ask, lease.full), known - cached)
             if known < wanted:
                 self._miss(self._absent(lease, ask, handle), wanted - max(known, cached))
+                self._new.add(ask.space, ask.key, known // self._size, wanted // self._size)
 
     def _miss(self, reason: Miss, tokens: int) -> None:
         self._missed[reason] += tokens
