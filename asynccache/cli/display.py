@@ -25,11 +25,12 @@ from rich.text import Text
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
 from asynccache.cli.output import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
-from asynccache.cli.report import Tally
+from asynccache.cli.report import Tally, ceiling
 from asynccache.cli.service import RequestRunner
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
+    from asynccache.runtime.lookups import LookupStats
 
 _PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
@@ -86,7 +87,7 @@ class Watch:
             f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}{ranks}",
             f"{elapsed:.0f} s" if duration is None else f"{elapsed:.0f} of {duration:.0f} s",
             min(1.0, max(shares)) if shares else None,
-            (*counts(runner.tally, settings.verify, runner.running, elapsed),
+            (*counts(runner.tally, settings.verify, runner.running, elapsed, statistics.lookups),
              *((name, f"{bar(used / room, 10):<10} {100 * used / room:3.0f} %") for name, used, room in rooms if room),
              *((ARROWS.get(name, name), f"{(count - last.get(name, 0)) / mebibytes:.1f} MiB/s")
                for name, count in moved.items()),
@@ -95,13 +96,17 @@ class Watch:
         )  # fmt: skip
 
 
-def counts(tally: Tally, verify: bool, running: int, elapsed: float) -> Iterator[tuple[str, str]]:
-    """The rows of what was served, how fast, how much of it was found in the cache, and whether it was right."""
+def counts(
+    tally: Tally, verify: bool, running: int, elapsed: float, lookups: LookupStats
+) -> Iterator[tuple[str, str]]:
+    """The rows of what was served, how fast, how much of it was found in the cache, beside the most that a cache of any
+    size would have found, and whether it was right."""
     yield "requests", f"{number(tally.served)} served · {running} running"
     ended = ((tally.cancelled, "cancelled"), (tally.failed, "failed"))
     rate = tally.served / elapsed if elapsed else 0.0
     yield "", f"{rate:.0f}/s" + "".join(f" · {number(count)} {name}" for count, name in ended if count)
-    yield "hits", f"{percent(tally.hit(), tally.tokens)} of tokens"
+    most = percent(ceiling(lookups, tally.tokens, tally.hit()), tally.tokens)
+    yield "hits", f"{percent(tally.hit(), tally.tokens)} of tokens, ≤ {most}"
     wrong = f"{number(tally.mismatches)} WRONG" if tally.mismatches else "all right"
     yield "verified", f"{number(tally.verified)}, {wrong}" if verify else "nothing is verified"
 
@@ -229,11 +234,13 @@ def _hits(report: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
         moved = report["per_hit"]
         yield (f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
                f"{moved['loaded_from_host']:.2f} loaded from it")
+    if "ceiling" in report:
+        yield f"  No cache, however large, would have had more than about {percent(report['ceiling'], 1)} of them"
     if "blocks" in report:
         blocks, block = report["blocks"], report["block_size"]
-        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {block} tokens"
-               f" ({report['format']});\n"
-               f"  the trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * block, total)}")
+        yield f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {block} tokens ({report['format']})"
+        yield (f"  One request at a time, the trace implies {number(blocks['shared'])}: "
+               f"{percent(blocks['shared'] * block, total)}")
 
 
 def _times(report: Mapping[str, Any]) -> tuple[list[tuple[str | Text, ...]], list[str]]:

@@ -36,6 +36,7 @@ from asynccache.runtime.explain import curves
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
+    from asynccache.runtime.lookups import LookupStats
 
 
 _SHOWN = 5
@@ -321,6 +322,12 @@ def look(core: CacheCore) -> Leaks:
         pins += sum(node.pins)
     device = len(statistics.device)
     return Leaks(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
+
+
+def ceiling(lookups: LookupStats, tokens: int, hits: int) -> float:
+    """Prompt tokens out of ``tokens`` that a cache of any size could have had, at least ``hits``. Lookups count whole
+    pages only."""
+    return max(hits, lookups.ceiling * min(lookups.tokens, tokens))
 
 
 def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:

@@ -272,4 +272,7 @@ class Session:
         except InvariantViolation as error:
             self.tally.problem(f"a law of the core is broken: {error}")
         left = report.look(core) if idle else report.Leaks()  # operations still in flight hold pages rightly
-        return {"left": left, **report.facts(cache, self.settings.page_size)}
+        tally, lookups = self.tally, cache.statistics().lookups
+        most = report.ceiling(lookups, tally.tokens, tally.hit())
+        return {"left": left, "ceiling": round(most / tally.tokens, 5) if tally.tokens else 0.0,
+                **report.facts(cache, self.settings.page_size)}

@@ -97,6 +97,7 @@ class CacheStatistics(NamedTuple):
         shares = ", ".join(f"{name} {tokens / wanted:.1%}" for name, tokens in found.items())
         rows = [f"requests {self.lookups.requests:,}, tokens {self.lookups.tokens:,}: {self.lookups.hit_ratio:.1%} "
                 f"cached ({shares})",
+                f"no cache of any size would have had more than about {self.lookups.ceiling:.1%}",
                 f"leases {self.leases:,}, waiting {self.waiting:,}, kept tokens {self.kept_tokens:,}", "",
                 f"{'slots used':<16}{'device':>22}{'host':>22}"]
         for name, device in self.device.items():

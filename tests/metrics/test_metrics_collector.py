@@ -47,6 +47,8 @@ async def test_a_scrape_says_what_happened() -> None:
         assert one(samples, "hit_tokens_total", tier="device") == 4 * PAGE
         assert one(samples, "miss_tokens_total", reason="never_stored") == 12 * PAGE
         assert one(samples, "miss_requests_total", reason="never_stored") == 3
+        assert one(samples, "new_tokens") == 12 * PAGE
+        assert one(samples, "hit_ratio_ceiling") == 0.25
         assert one(samples, "pool_slots", tier="host", pool="swa") == 16
         assert one(samples, "stage_bytes_total", stage="backup_host") == statistics.stages["backup_host"].bytes > 0
         assert one(samples, "stage_tokens_total", stage="backup_storage") == 12 * PAGE

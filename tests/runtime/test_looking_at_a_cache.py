@@ -71,7 +71,7 @@ async def test_statistics_read_as_a_table_with_the_hit_ratio(tmp_path: Path) -> 
         assert lines[0] == "requests 2, tokens 992: 50.0% cached (device 50.0%, host 0.0%, storage 0.0%)"
         assert max(map(len, lines)) <= 80
         assert [line.split()[0] for line in lines if line] == [
-            "requests", "leases", "slots", "full", "stage", *found.stages, "store", "file",
+            "requests", "no", "leases", "slots", "full", "stage", *found.stages, "store", "file",
         ]  # fmt: skip
         assert repr(cache) == f"AsyncCache('m', 0 leases; {ROOMS})"
     assert repr(AsyncCache(config(tmp_path))) == "AsyncCache('m', not open)"
