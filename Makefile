@@ -208,7 +208,7 @@ test-vllm-tier: build/vllm/.installed
 # for the manager.
 test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
 	PYTHONPATH=build/vllm-next build/vllm/bin/python -m pytest -q -rs \
-	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py
+	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py tests/vllm/test_tier_hints.py
 
 test-sglang: build/sglang/.installed
 	build/sglang/bin/python -m pytest -q -rs --noconftest -W default tests/sglang

@@ -93,7 +93,6 @@ def execute(options: Options) -> int:
 
 
 def _stale(config: CacheConfig) -> Iterator[str]:
-    """Yield a warning if stored pages may outlive the weights that they were computed with, unnoticed."""
     kept = [url for url in config.stores if not url.startswith("memory:")]
     if kept and not re.search(r"[0-9a-f]{16}", config.model):
         yield (f"model={config.model!r} names no weights, and {redacted(kept[0])} outlives the process: with other "

@@ -27,7 +27,6 @@ from asynccache.cli.options import RunSettings
 from asynccache.cli.output import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
 from asynccache.cli.report import Tally
 from asynccache.cli.service import RequestRunner
-from asynccache.cli.workloads import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
@@ -43,21 +42,23 @@ _QUEUED = 0.9
 
 
 class Screen(NamedTuple):
-    """A run at one moment, as texts. ``progress``: the share of the run that is done, None if it is not known.
-    ``rows``: name and text of each line, none of which needs more than 40 columns."""
+    """A run at one moment, as texts."""
 
     title: str
     clock: str
     progress: float | None
+    """The share of the run that is done, None if it is not known."""
     rows: tuple[tuple[str, str], ...]
+    """Name and text of each line, none of which needs more than 40 columns."""
     note: str = ""
 
 
 class Watch:
-    """Makes the screens of one run. ``note``: a line that the display shows below them."""
+    """Makes the screens of one run."""
 
     def __init__(self, settings: RunSettings, runner: RequestRunner, meter: Meter, cache: AsyncCache) -> None:
         self.note = ""
+        """A line that the display shows below the rows."""
         self._settings = settings
         self._runner = runner
         self._meter = meter
@@ -229,13 +230,13 @@ def _hits(report: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
         yield (f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
                f"{moved['loaded_from_host']:.2f} loaded from it")
     if "blocks" in report:
-        blocks = report["blocks"]
-        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the "
-               f"trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
+        blocks, block = report["blocks"], report["block_size"]
+        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {block} tokens"
+               f" ({report['format']});\n"
+               f"  the trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * block, total)}")
 
 
 def _times(report: Mapping[str, Any]) -> tuple[list[tuple[str | Text, ...]], list[str]]:
-    """The rows of the times to first token, and sentences about why they are as they are."""
     mean, without, wait, line = (report[f"{key}_mean_ms"] for key in (
         "ttft", "ttft_without_cache", "wait", "line_without_cache"))
     sooner = f"{without / mean:.1f} times sooner" if without > mean > 0 else ""

@@ -79,24 +79,26 @@ class PageRun(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of a comparison. ``pages``: how many were compared. ``wrong``: how many of them are missing or
-    hold other bytes. ``what``: a description of the first few of those."""
+    """The result of a comparison."""
 
     pages: int
+    """How many pages were compared."""
     wrong: int
+    """How many of the pages are missing or hold other bytes."""
     what: tuple[str, ...] = ()
+    """The first few wrong pages, described."""
 
 
 NOTHING = Verdict(0, 0)
 
 
 class BegunBatch(NamedTuple):
-    """A batch that an engine has begun: pages to fill or to verify. ``work``: the event that fires when the batch has
-    ended, or the batch's number; either is to be named to the cache. ``verdict``: returns the result when the batch has
-    ended; cancelling it leaves the batch running."""
+    """A batch that an engine has begun: pages to fill or to verify."""
 
     work: object
+    """What the cache is to be told: the event that fires when the batch has ended, or the batch's number."""
     verdict: Callable[[], Coroutine[Any, Any, Verdict]]
+    """Returns the result when the batch has ended; cancelling it leaves the batch running."""
 
 
 class Engine(Protocol):
@@ -145,11 +147,9 @@ class StandInEngine:
         return 1.0 + self._queued / self._cpu
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._thread.shutdown()
 
     def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
-        """See ``Engine``."""
         future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
         return BegunBatch(event, lambda: _result(future))
 

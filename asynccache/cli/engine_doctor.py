@@ -163,7 +163,6 @@ def _memory(engine: Engine, host: int) -> Iterator[Finding]:
 
 
 def _store(engine: Engine, url: str) -> Finding:
-    """Look at one store: its URL, rights and room, and whether it answers."""
     shown = redacted(url)
     try:
         (there,) = placed_storage(engine if engine in RANKS else "vllm", [url])
@@ -201,7 +200,7 @@ async def _asked(url: str, shown: str) -> float:
 
 
 def _place(shown: str, path: str, capacity: str) -> Finding:
-    """What can be said of a folder that a file store would make."""
+    """Return what can be said of a folder that a file store would make."""
     above = Path(path).absolute()
     while not above.exists():
         above = above.parent

@@ -29,7 +29,7 @@ _PATTERNS = re.compile(r"[^\x21-\x7e]|[*?\[\]]")
 
 
 class EngineLine(NamedTuple):
-    """What is printed, and the assumptions that it rests on, as sentences without a full stop."""
+    """The line to print, and the assumptions that it rests on, as sentences without a full stop."""
 
     text: str
     assumed: list[str]
@@ -109,7 +109,6 @@ def _check_storage(engine: str, storage: Sequence[str]) -> list[str]:
 
 
 def _vllm(entry: dict[str, Any], host: int | None, block: int | None, assumed: list[str]) -> EngineLine:
-    """The JSON of ``--kv-transfer-config``."""
     extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": HOST if host is None else host}
     if block is not None:
         if block % BLOCK:

@@ -13,10 +13,11 @@ INTERRUPTED, TERMINATED = 130, 143
 
 
 class Termination:
-    """A handler of SIGTERM. ``came``: whether the signal has come."""
+    """A handler of SIGTERM."""
 
     def __init__(self) -> None:
         self.came = False
+        """Whether the signal has come."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Call the present handler of SIGINT. Where SIGINT is ignored, as in a shell's background job, raise

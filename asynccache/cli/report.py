@@ -28,7 +28,7 @@ from asynccache.cli.engine import Verdict
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
 from asynccache.cli.output import HIT_RATIO
-from asynccache.cli.workloads import BLOCK_TOKENS, RunRequest
+from asynccache.cli.workloads import RunRequest
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.tree import Node
@@ -97,8 +97,8 @@ class Tally:
         self.device += hits[0]
         self.host += hits[1]
         self.storage += hits[2]
-        self.blocks += request.length // BLOCK_TOKENS
-        self.blocks_hit += cached // BLOCK_TOKENS
+        self.blocks += request.length // request.block_size
+        self.blocks_hit += cached // request.block_size
         self.blocks_shared += request.shared_blocks
         self.waits.append(wait)
         self.slowdown = slowdown
@@ -123,14 +123,14 @@ class Tally:
 
 @dataclass(slots=True)
 class Placed:
-    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``. ``held``: the seconds for which
-    it had its room in the run; None: it has it still. ``computes``: the seconds in which its prompt would be computed;
-    None: it never was."""
+    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``."""
 
     at: float
     tokens: int
     held: float | None = None
+    """The seconds for which the request had its room in the run; None: it has it still."""
     computes: float | None = None
+    """The seconds in which the prompt would be computed; None: it never was."""
 
 
 class Line:

@@ -31,6 +31,7 @@ from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import HostMemory
 from asynccache.host.pages import LONGEST_SHARE
 from asynccache.host.server import HostServer
+from asynccache.host.sockets import free_path
 from asynccache.host.takeover import take_over
 from asynccache.storage import Size, parse_host_port, parse_size
 
@@ -179,6 +180,8 @@ async def _serve(options: Options) -> int:
     for number_of in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number_of, stop)
     taken = await asyncio.to_thread(take_over, options.path) if options.replace else None
+    if taken is None:
+        free_path(options.path)  # before a store says that its folder is in use
     memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
     if taken is not None and memory.layout.size != options.memory:
         print(f"asynccache: the memory that was taken over has {size(memory.layout.size)}", file=sys.stderr)

@@ -65,7 +65,7 @@ def _duration(name: str, text: str) -> float:
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
-    """The options of ``store``. ``rate``: bytes a second; ``older_than``: seconds."""
+    """The options of ``store``."""
 
     action: Annotated[Literal["ls", "stat", "verify", "gc", "clear"], option(
         "ls|stat|verify|gc|clear",
@@ -76,8 +76,10 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     limit: Annotated[Count | None, option("N", "ls: list at most N pages")] = None
     rate: Annotated[Count | None, option(
         "SIZE", "verify: read at most so many bytes per second, as in 100MiB", parse=parse_size)] = None
+    """In bytes a second."""
     older_than: Annotated[float | None, option(
         "AGE", "gc: also remove pages that were written longer ago than this, as in 7d or 12h", parse=_duration)] = None
+    """In seconds."""
     dry_run: Annotated[bool, option("", "gc: count the old pages and remove nothing", const=True)] = False
     yes: Annotated[bool, option("", "clear: do not ask for confirmation", const=True)] = False
     timeout: Annotated[Rate, option(

@@ -28,13 +28,15 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
-    """The outcome of a commit. ``length``: how many tokens of the lease are committed so far. ``took``: whether the
-    checkpoint's slot went to the tree. ``computing``: the ``Compute`` in the plan; 0: there is none."""
+    """The outcome of a commit."""
 
     plan: Plan
     length: int
+    """How many tokens of the lease are committed so far."""
     took: bool
+    """Whether the checkpoint's slot went to the tree."""
     computing: int
+    """The ``Compute`` in the plan; 0: there is none."""
 
 
 def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
@@ -49,9 +51,7 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
 
 
 class _Commit:
-    """One commit of the pages ``begin`` to ``total``. ``window``: the first page whose SWA the end needs. ``spares``:
-    the slots to retire, by component. ``filled``: the nodes of which the commit filled device cells, with a bit for
-    each; None: nobody asks, since all pages are computed."""
+    """One commit of the pages ``begin`` to ``total``."""
 
     __slots__ = ("begin", "filled", "hashes", "key", "lease", "spares", "total", "window")
 
@@ -65,8 +65,12 @@ class _Commit:
         self.begin = begin
         self.total = total
         self.window = window
+        """The first page whose SWA the end needs."""
         self.spares = spares
+        """The slots to retire, by component."""
         self.filled = filled
+        """The nodes of which the commit filled device cells, with a bit for each; None: nobody asks, since all pages
+        are computed."""
 
     def note(self, node: Node, c: int) -> None:
         """Note that the commit filled the device cell of component ``c`` of ``node``."""
@@ -112,7 +116,6 @@ class Commits:
     def commit(
         self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None, computed: bool
     ) -> Committed | Wait:
-        """See ``CacheCore.commit``."""
         world, size, page = self._world, self._page_size, self._world.page_bytes
         begin, total = lease.length // size, min(len(key) // page, lease.reserved // size)
         path, reached = walk(lease.hold.end, key, begin * page, page, total * page)
@@ -170,9 +173,11 @@ class Commits:
             work.spares[c] += slots
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. The new nodes are
-        cut at three places: where released SWA pages end, where the window begins, and where the part begins that is
-        private to the conversation. If the lease has released all SWA pages up to the end, no node is added."""
+        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them.
+
+        They are cut at three places: where released SWA pages end, where the window begins, and where the part begins
+        that is private to the conversation. Nothing is added if the lease has released all SWA pages up to the end.
+        """
         total = work.total
         if end.end >= total:
             return []
@@ -207,8 +212,8 @@ class Commits:
         return node
 
     def _move_hold(self, work: _Commit, end: Node) -> Hold:
-        """Have the lease hold the path to ``end``, and return its old hold, still pinned. The hold is moved before new
-        nodes are filled, because a cell that is pinned when its data comes need not be put into an eviction order."""
+        """Have the lease hold the path to ``end``, and return its old hold, still pinned. This comes before new nodes
+        are filled: a cell that is pinned when its data comes need not enter an eviction order."""
         lease = work.lease
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
@@ -218,7 +223,6 @@ class Commits:
         return old
 
     def _fill(self, work: _Commit, node: Node) -> None:
-        """Give the lease's pages to ``node``, which is new."""
         world, swa = self._world, self._swa
         start = node.parent.end  # type: ignore[union-attr]
         world.fill(node, 0, work.own(0, start, node.end), PRESENT)
@@ -286,8 +290,8 @@ class Commits:
         elif self._policy is _WRITE_BACK:
             due = None
         if due is not None:
-            self._transfers.save_or_defer(due, begin)
-        self._transfers.save_coldest()
+            self._transfers.backup_or_defer(due, begin)
+        self._transfers.backup_coldest()
 
     def _count_pass(self, lease: CoreLease, end: Node) -> Node | None:
         """Count that this lease has passed, once, through every node up to ``end`` without a host copy. Return the

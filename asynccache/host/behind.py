@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from asynccache.errors import AsyncCacheError, BackendError
+from asynccache.errors import BackendError
 from asynccache.host.memory import UNIT, HostMemory
 from asynccache.host.pages import HostLabel, HostPage, PageTable, Writer
 from asynccache.storage import (
@@ -54,7 +55,7 @@ BATCH_PAGES = 64
 BATCH_BYTES, BATCH_SHARE = 16 << 20, 32
 MOST_WAITING = 1 << 20
 MOST_SUSPECTS = 1 << 14
-DRAIN = 30.0
+DRAIN, LET_GO = 30.0, 5.0
 POOL = "host"
 
 MISS, HIT, CORRUPT, FAILED = map(int, Result)  # codes of the wire
@@ -90,6 +91,11 @@ class StoreBehind:
         )  # fmt: skip
         if memory is not None:
             self.backend.register(POOL, memory)
+
+    async def aclose(self) -> None:
+        """Close it. Raises as the backend's own does; that of a store that hangs does not end."""
+        await self.guard.aclose()
+        await self.backend.aclose()
 
     @property
     def late(self) -> bool:
@@ -146,8 +152,8 @@ class StoresBehind:
             self.stores.append(StoreBehind(own, options))
         self._table: PageTable
         self._memory: HostMemory | None = None
-        self.reader = Writer("reads of stores")
-        """Who has what is being read into reserved."""
+        self.own = Writer(f"host process {os.getpid()}")
+        """Who has reserved what is being read into, and pinned what is being written from."""
         self._reads: dict[bytes, asyncio.Task[dict[bytes, int]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._suspects: dict[bytes, None] = {}
@@ -213,7 +219,7 @@ class StoresBehind:
             while store.waiting and len(batch) < BATCH_PAGES and size < most:
                 page = store.waiting.popleft()
                 if page.stored:
-                    page.pins += 1
+                    self._table.pin(self.own, page)
                     batch.append(page)
                     size += page.length
                 else:
@@ -233,7 +239,7 @@ class StoresBehind:
             store.refuses = hits < len(answers)
         finally:
             for page in batch:
-                self._table.unpin(page)
+                self._table.unpin(self.own, page)
 
     def _record(self, page: HostPage) -> Record:
         assert self._memory is not None
@@ -289,7 +295,7 @@ class StoresBehind:
             asked = await store.asks("ask", [keys[i] for i in at], store.backend.exists)
             _take_over(codes, at, [Result.MISS if answer is Result.HIT else answer for answer in asked])
             there = [i for i, answer in zip(at, asked, strict=True) if answer is Result.HIT]
-            places = [(i, self._table.reserve(self.reader, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
+            places = [(i, self._table.reserve(self.own, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
             reads = [(i, page) for i, page in places if page is not None]
             _take_over(codes, [i for i, page in places if page is None], None)
             if reads:
@@ -316,10 +322,10 @@ class StoresBehind:
                     continue
                 codes[i] = int(answer)
                 if answer is Result.HIT:
-                    table.publish(self.reader, page.slot, self._now())
+                    table.publish(self.own, page.slot, self._now())
             store.counts["read"] += answers.count(Result.HIT)
         finally:
-            table.give_back(self.reader, [page.slot for _, page in reads])
+            table.give_back(self.own, [page.slot for _, page in reads])
         if bad:
             store.counts["corrupt"] += len(bad)
             await store.guard.answers("drop", bad, store.backend.delete)
@@ -373,23 +379,25 @@ class StoresBehind:
         return "; ".join(wrong)
 
     async def close(self) -> None:
-        """Write what waits, for ``DRAIN`` seconds at most, and close all stores. They can be opened again."""
-        if not self._writers and not self._tasks:
+        """Write what waits, for ``DRAIN`` seconds at most, and close all stores. They can be opened again. A store that
+        hangs is left behind, some seconds later: it keeps what it has pinned."""
+        if not self._writers:
             return
-        if why := await self.flush():
+        flushing = asyncio.create_task(self.flush())
+        await asyncio.wait([flushing], timeout=DRAIN)
+        if why := flushing.result() if flushing.done() else f"they have not taken all in {DRAIN:g} s":
             LOG.warning("not everything is in the stores: %s", why)
-        for task in list(self._tasks):
+        work = [flushing, *self._tasks]
+        for task in work:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=DRAIN)
+        await asyncio.wait(work, timeout=LET_GO)
         self._writers.clear()
-        for store in self.stores:
-            try:
-                async with asyncio.timeout(DRAIN):
-                    await store.guard.aclose()
-                    await store.backend.aclose()
-            except (TimeoutError, AsyncCacheError) as error:
-                LOG.warning("store %s could not be closed: %r", store.options.name, error)
+        closing = {asyncio.create_task(store.aclose()): store.options.name for store in self.stores}
+        await asyncio.wait(closing, timeout=LET_GO)
+        for task, name in closing.items():
+            error = task.exception() if task.done() else "it hangs"
+            if error is not None:
+                LOG.warning("store %s could not be closed: %r", name, error)
 
     async def _in_time(self, work: Coroutine[Any, Any, list[Result]]) -> list[Result] | None:
         """Return what ``work`` returns; None if that takes longer than ``LATE``. Then it goes on by itself."""

@@ -44,6 +44,7 @@ class HostSession:
 
     def handle(self, request: wire.Requests) -> wire.HostMessage | Awaitable[wire.HostMessage] | None:
         """Return the answer to ``request``; None if it gets none; or what to await for it, if a store is asked."""
+        self.table.now = self._clock()
         match request:
             case wire.Exist():
                 return self._exist(request)
@@ -70,6 +71,8 @@ class HostSession:
                 return self._remove_all(request)
             case wire.Secure():
                 return self._secure(request)
+            case wire.Hint():
+                return self._hint(request)
             case wire.Tell():
                 return self._count(request.number)
             case wire.Enumerate():
@@ -234,6 +237,39 @@ class HostSession:
     async def _after(self, work: Awaitable[str], number: int) -> wire.HostMessage:
         why = await work
         return wire.Refused(number, why) if why else self.verdicts(number)
+
+    def _hint(self, hint: wire.Hint) -> wire.HostMessage | Awaitable[wire.HostMessage]:
+        table = self.table
+        match hint.verb:
+            case "ENDED":
+                done = table.ended(hint.keys)
+                self._note("ended", sum(done))
+            case "KEEP":
+                done = table.keep(hint.keys, hint.seconds)
+                self._note("kept", sum(done))
+                self._note("not_kept", len(done) - sum(done))
+            case "PREFETCH":
+                return self._prefetch(hint)
+            case _:
+                done = [False] * len(hint.keys)
+                self._note("hints_unknown", 1)
+        return self.verdicts(hint.number, bytes([HIT if one else MISS for one in done]))
+
+    def _prefetch(self, hint: wire.Hint) -> wire.HostMessage | Awaitable[wire.HostMessage]:
+        if not len(hint.keys) == len(hint.sizes) == len(hint.pools):
+            return wire.Refused(hint.number, "hint: keys, pools and sizes differ in number")
+        codes = bytearray([HIT if key in self.table.index else MISS for key in hint.keys])
+        self.table.touch(hint.keys)
+        missing = codes.count(MISS)
+        if not missing or self._behind is None or self.draining:
+            return self.verdicts(hint.number, codes)
+        self._note("prefetched", missing)
+        return self._prefetch_behind(hint, codes, self._behind)
+
+    async def _prefetch_behind(self, hint: wire.Hint, codes: bytearray, behind: StoresBehind) -> wire.Verdicts:
+        await behind.read(hint.keys, hint.pools, hint.sizes, codes, self.label)
+        self.table.touch(hint.keys)
+        return self.verdicts(hint.number, codes)
 
     def _count(self, number: int) -> wire.Told:
         labels = {

@@ -61,7 +61,7 @@ async def slices(
     while True:
         if check is not None:
             check()
-        if not isinstance(result := driver.locked(call), More):
+        if not isinstance(result := driver.call_locked(call), More):
             return result, cancelled
         driver.perform(result.plan)
         try:
@@ -106,8 +106,8 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
             if driver.closed is None or not reads:
                 driver.apply_outcomes()
             if call is None:
-                call = driver.locked(begin)
-            result = driver.locked(call)
+                call = driver.call_locked(begin)
+            result = driver.call_locked(call)
             if isinstance(result, (Plan, More)):
                 driver.perform(result.plan if isinstance(result, More) else result)
         if not isinstance(result, More):

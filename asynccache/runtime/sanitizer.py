@@ -62,22 +62,25 @@ _Page = tuple[int, bytes]  # a component and a prefix hash
 
 
 class _Watched:
-    """What is known of one lease. ``taken``: where it was taken. ``own``: its pages, by component. ``replaced``: a
-    commit has replaced some of them. ``task``: the one that made the last commit."""
+    """One lease, as far as it is known here."""
 
     __slots__ = ("own", "replaced", "taken", "task")
 
     def __init__(self, taken: Taken) -> None:
         self.taken = taken
+        """Where the lease was taken."""
         self.own: dict[int, set[int]] = {}
+        """The lease's own pages, by component."""
         self.replaced = False
+        """True once a commit has replaced some of the lease's pages."""
         self.task: weakref.ref[asyncio.Task[Any]] | None = None
+        """The task that made the last commit."""
 
 
 class _Owner:
     """The last lease that had a page of its own, and how it went on: ``held``, ``given`` back by ``advance`` or
-    ``truncate``, ``committed``, ``replaced`` by another's page in a commit, or the lease ``ended``. ``before``: the
-    owner before it."""
+    ``truncate``, ``committed``, ``replaced`` by another's page in a commit, or the lease ``ended``.
+    """
 
     __slots__ = ("before", "how", "lease")
 
@@ -85,6 +88,7 @@ class _Owner:
         self.lease = lease
         self.how = "held"
         self.before = before
+        """The page's owner before this one."""
         if before is not None:
             before.before = None
 
@@ -94,15 +98,16 @@ class _Owner:
 
 
 class Commit(NamedTuple):
-    """A commit that was looked at and is to be made. ``slots``: the lease's own pages that it publishes, by component
-    and page number. ``checkpoint``: the slot and the page number of a state. ``sums``: checksums by component and page
-    number; None: batches may still compute them. ``hashes``: of all whole pages of the key."""
+    """A commit that was looked at and is to be made. ``checkpoint``: the slot and the page number of a state."""
 
     space: bytes
     key: bytes
     hashes: bytes
+    """The hashes of all whole pages of the key."""
     slots: dict[int, dict[int, int]]
+    """The lease's own pages that it publishes, by component and page number."""
     sums: dict[tuple[int, int], bytes] | None
+    """Checksums by component and page number; None: batches may still compute them."""
     taken: Taken
 
 

@@ -36,9 +36,10 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class MemorySettings(Settings, frozen=True):
-    """The options in a URL. ``capacity``: as for ``MemoryBackend``."""
+    """The options in a URL."""
 
     capacity: Size = MOST_SIZE
+    """Bytes of headers and payloads that the store may hold."""
 
 
 class MemoryBackend:

@@ -39,11 +39,11 @@ class UnitField(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The data that one layer of the model keeps in one pool. ``source``: the component whose page table finds its
-    pages."""
+    """The data that one layer of the model keeps in one pool."""
 
     pool: str
     source: str
+    """The component whose page table finds the track's pages."""
     stride: int
     fields: tuple[UnitField, ...]
 

@@ -353,17 +353,21 @@ async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint
 
 class _Asked(NamedTuple):
     """A call of ``PrefixCache.generate``: its options for transformers, and the generation configuration that they
-    make. ``namespace``: the caller's namespace. ``key``: the namespace in which its prompts are cached. ``now``: the
-    model's identity when it began. ``typed``: True if the model is given ``token_type_ids``. ``began``: by
-    ``time.monotonic``."""
+    make.
+    """
 
     options: Mapping[str, Any]
     settings: Any
     namespace: str | bytes | None
+    """The caller's namespace."""
     key: str | bytes | None
+    """The namespace in which the call's prompts are cached."""
     now: str
+    """The model's identity when the call began."""
     typed: bool
+    """True if the model is given ``token_type_ids``."""
     began: float
+    """When the call began, by ``time.monotonic``."""
 
     def bounded(self, length: int, pads: int) -> tuple[dict[str, Any], int]:
         """Return the options of a row of ``length`` tokens that is to be generated now, and how many tokens it may get.

@@ -18,6 +18,8 @@ from asynccache.storage import weights_digest
 from asynccache_sglang.options import SglangOptions
 
 SUFFIX_BYTES = 16
+NAMED_POOL = "kv"
+"""The pool whose pages routers are told of; SGLang's ``PoolName.KV``."""
 
 FORMATS = frozenset(
     {"auto", "pt", "safetensors", "instanttensor", "npcache", "sharded_state", "presharded", "gguf", "bitsandbytes",
@@ -126,3 +128,14 @@ def suffix(kind: PageMake, shard: ModelShard) -> bytes:
 def page_keys(keys: Sequence[str], behind: bytes) -> list[bytes]:
     """The stores' keys for SGLang's ``keys``, each with the suffix ``behind``."""
     return [key.encode() + behind for key in keys]
+
+
+def block_named(pool: str, key: bytes) -> int | None:
+    """Return the hash by which SGLang's KV events name the block of a page of KV: the first 64 bits of its hash, as a
+    signed number. None: a page of another pool, or a key that is no hash."""
+    if pool != NAMED_POOL:
+        return None
+    try:
+        return int.from_bytes(bytes.fromhex(key[:16].decode()), "big", signed=True)
+    except ValueError:
+        return None

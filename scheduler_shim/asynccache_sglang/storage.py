@@ -217,7 +217,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 }
                 sizes = {name: sum(pool.source.parts) for name, pool in pools.items()}
                 options = self.options.store_options
-                self._pages = Pages.open(self._urls, memory, sizes, self.namespace, options=options)
+                self._pages = Pages.open(self._urls, memory, sizes, self.namespace, options=options,
+                                         blocks=identity.block_named)  # fmt: skip
                 self._pools = pools
                 self._tell_opened(self._pages)
             return self._pages

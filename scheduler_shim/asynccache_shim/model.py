@@ -28,16 +28,16 @@ NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-    """The options by which the next token is drawn. With ``temperature`` 0 it is the most likely one. ``top_k``: draw
-    among so many of the most likely tokens, and those that are as likely as the last of them; 0: among all. ``top_p``:
-    draw among the most likely of these that together have this share of their probability. With a ``seed`` the draw is
-    a function of the seed and of the token's position, so a request that was retracted goes on as it would have without
-    that."""
+    """The options by which the next token is drawn. With ``temperature`` 0 it is the most likely one."""
 
     temperature: float = 0.0
     top_p: float = 1.0
+    """Draw among the most likely of these that together have this share of their probability."""
     seed: int | None = None
+    """With a seed the draw is a function of it and of the token's position, so a request that was retracted goes on as
+    if it had not been."""
     top_k: int = 0
+    """Draw among so many of the most likely tokens, and those that are as likely as the last of them; 0: among all."""
 
 
 class Checkpoint(NamedTuple):
@@ -80,12 +80,13 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step. ``ended``: the ids of requests that finished, were aborted or were retracted since the last call. A
-    model that keeps anything of a request between calls must forget the requests in ``ended`` before it looks at
-    ``chunks``, because a retracted request may be among ``chunks`` again, under the same id."""
+    """One step."""
 
     chunks: tuple[Chunk, ...]
     ended: tuple[int, ...] = ()
+    """The ids of requests that finished, were aborted or were retracted since the last call. A model that keeps
+    anything of a request between calls must forget the requests in ``ended`` before it looks at ``chunks``, because a
+    retracted request may be among ``chunks`` again, under the same id."""
 
 
 class Model(Protocol):

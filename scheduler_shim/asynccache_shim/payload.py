@@ -32,13 +32,15 @@ class TableChange(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ChunkPart(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Chunk`` as it is sent. ``tokens``: those before ``stop`` that no earlier part of this request had. None in
-    ``pages``, ``swa_pages`` or ``sampling``: the same as in the request's previous part."""
+    """A ``Chunk`` as it is sent. None in ``pages``, ``swa_pages`` or ``sampling``: the same as in the request's
+    previous part.
+    """
 
     request: int
     start: int
     stop: int
     tokens: bytes
+    """The tokens before ``stop`` that no earlier part of this request had."""
     pages: TableChange | None
     swa_pages: TableChange | None
     states: bytes
@@ -55,13 +57,13 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _SentRequest:
-    """The part of a request that has been sent so far. The writer and the reader each keep one. ``tokens``: the
-    reader's buffer, of which the first ``length`` tokens are known."""
+    """The part of a request that has been sent so far. The writer and the reader each keep one."""
 
     __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
 
     def __init__(self) -> None:
         self.tokens = _NONE
+        """The reader's buffer, of which the first ``length`` tokens are known."""
         self.length = 0
         self.pages = self.swa_pages = _NONE
         self.sampling = Sampling()

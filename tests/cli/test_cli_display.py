@@ -153,7 +153,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "evicted": {"device": 12_345_678, "host": 1_234_567},
         "stages": dict.fromkeys(("backup_host", "load_back", "backup_storage", "prefetch"), stage),
         "settings": SETTINGS,
-        "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592},
+        "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592}, "block_size": 512, "format": "Qwen-Bailian",
         **changes,
     }
 

@@ -124,11 +124,11 @@ def what_is_wanted_again_leaves_all_the_same(patch: Patch) -> None:
 
 
 def nothing_is_saved_ahead(patch: Patch) -> None:
-    patch.setattr(Transfers, "save_coldest", lambda transfers: None)
+    patch.setattr(Transfers, "backup_coldest", lambda transfers: None)
 
 
 def a_full_host_takes_copies_of_what_is_committed(patch: Patch) -> None:
-    patch.setattr(Transfers, "save_or_defer", lambda transfers, node, floor=1 << 60: transfers.save(node, floor))
+    patch.setattr(Transfers, "backup_or_defer", lambda self, node, floor=1 << 60: self.backup_host(node, floor))
 
 
 def nobody_waits_for_an_only_copy_to_be_saved(patch: Patch) -> None:

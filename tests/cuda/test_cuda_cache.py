@@ -18,8 +18,6 @@ from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import SimulatedEngine, driver_of
 from tests.runtime.runtime_kit import LAYERS, PAGE, opened, page_hashes, settings, text, value
 
-pytestmark = pytest.mark.asyncio
-
 
 class Worker:
     """Prefill on a stream: for each layer it waits, on the device, for that layer, checks what is cached, writes the

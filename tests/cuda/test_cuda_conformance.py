@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from asynccache.memory.device import CopyDirection, PageCopy
 from asynccache.memory.pools import Mover
@@ -11,9 +10,6 @@ from tests.cuda.conftest import Make
 from tests.memory import test_devices as every_device
 from tests.memory import test_mover as the_mover
 from tests.memory.small_pools import pool
-
-pytestmark = pytest.mark.asyncio
-
 
 for _name, _test in vars(every_device).items():
     if _name.startswith("test_"):

@@ -60,7 +60,6 @@ SOME = CudaSettings(kernel_loads_below=129, kernel_backups_below=129)
 WAYS = {"copy engines": DMA, "kernel": KERNEL, "both": BOTH, "as it comes": CudaSettings()}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("size", "layers", "align"), [(64, 4, 1), (96, 1, 1), (100, 5, 1), (128, 2, 4096)])
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_path_brings_every_byte(
@@ -81,7 +80,6 @@ async def test_every_path_brings_every_byte(
     assert way in ("both", "as it comes") or bool(calls["copy"]) == (not aligned or way == "copy engines")
 
 
-@pytest.mark.asyncio
 async def test_a_launch_takes_as_many_layers_and_pages_as_its_parameters_hold(simulated_device: Make) -> None:
     device = simulated_device(settings=KERNEL)
     layers, pages = kernels.LAYERS + 1, kernels.PAGES + 1
@@ -94,7 +92,6 @@ async def test_a_launch_takes_as_many_layers_and_pages_as_its_parameters_hold(si
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) -> None:
     device = simulated_device()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float16):
@@ -191,7 +188,6 @@ class Strict(SimulatedCuda):
             self.problems.append("a copy lies in two registrations")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_no_piece_lies_in_two_registrations(
@@ -276,7 +272,6 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
         CudaSettings(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.asyncio
 async def test_the_kernel_takes_as_many_blocks_as_it_may(drivers: list[SimulatedCuda]) -> None:
     taken: list[int] = []
 

@@ -25,8 +25,6 @@ from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import fill_device, move, pool
 from tests.runtime.runtime_kit import PAGE, compute, opened, push_out, serve, settings, settled, text, turns, until
 
-pytestmark = pytest.mark.asyncio
-
 
 class TorchEvent:
     """Shaped as ``torch.cuda.Event``: its handle comes when it is first recorded; it has no ``done``."""

@@ -19,8 +19,6 @@ from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, su
 from tests.memory.small_pools import fill_device, host_page, move, pool
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 def parts(make: Make, **options: object) -> tuple[CudaDevice, Mover, SimulatedEngine]:
     device = make(**options)

@@ -23,8 +23,6 @@ from tests.cuda.test_cuda_cache import Worker
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 from tests.runtime.runtime_kit import settings, text
 
-pytestmark = pytest.mark.asyncio
-
 ENOUGH = 30.0
 
 

@@ -25,8 +25,6 @@ from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, drive
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
-pytestmark = pytest.mark.asyncio
-
 ENOUGH = 30.0
 SOON = 3.0
 

@@ -38,7 +38,17 @@ from asynccache import (
     load_config,
 )
 from asynccache.core.plan import Cleared
-from asynccache.events import BlockStored, EventBatch, EventLayout, Mirror, Subscriber, ZmqPublisher
+from asynccache.events import (
+    BlockStored,
+    EventBatch,
+    EventLayout,
+    EventStream,
+    Fleet,
+    Mirror,
+    Subscriber,
+    ZmqPublisher,
+    prompt_blocks,
+)
 from asynccache.metrics import CacheCollector, LoopLag, app, start_metrics_server
 from asynccache.storage import (
     KEY_BYTES,
@@ -394,6 +404,38 @@ async def _receive(world: World, given: Given) -> None:
     with Subscriber("inproc://edge-receive") as subscriber:
         received = await called(subscriber.receive, {"timeout": 0}, given)
         assert hasattr(received, "__next__")
+
+
+async def _fleet(world: World, given: Given) -> None:
+    async def made(**arguments: Any) -> None:
+        Fleet(**arguments).close()
+
+    await called(made, {}, given)
+
+
+def of_fleet(method: str, params: Params, **good: Any) -> Case:
+    """A method of a ``Fleet``, which follows nothing that was refused."""
+
+    async def call(world: World, given: Given) -> None:
+        with Fleet() as fleet:
+            fleet.add("there", [])
+            try:
+                await called(getattr(fleet, method), good, given)
+            except ConfigError:
+                assert set(fleet.stats()) <= {"there", "a"}
+                raise
+
+    return Case(call, params)
+
+
+async def _followed(world: World, given: Given) -> None:
+    with Fleet() as fleet:
+        fleet.add("a", [given.get("stream", EventStream("inproc://edge-fleet"))])
+
+
+async def _followed_at(world: World, given: Given) -> None:
+    with Fleet() as fleet:
+        fleet.add("a", [EventStream(**{"endpoint": "inproc://edge-fleet", **given})])
 
 
 async def _metrics_app(world: World, given: Given) -> None:
@@ -766,7 +808,8 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.Pages.open": Case(
         _pages_open,
         {"storage": Depends(Text()), "memory": Thing(), "page_bytes": Depends(Integer(1)),
-         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}")},
+         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}"),
+         "blocks": Function(optional=True)},
     ),
     "asynccache.storage.Pages.exists": of_pages(
         "exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"]
@@ -841,7 +884,7 @@ CALLS: dict[str, Case] = {
         {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "topic": Text(),
          "rank": Integer(0, INT32, optional=True), "layout": Member(), "replay_topic": Flag(optional=True),
          "keep": Integer(1, 1 << 30), "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT,
-         "high_water": Integer(1, INT32), "clock": Function()},
+         "high_water": Integer(1, INT32), "first": Integer(0, 1 << 62), "clock": Function()},
         endpoint="inproc://edge", layout=EventLayout.MAP,
     ),
     "asynccache.events.ZmqPublisher.close": Case(_publisher_close, {"timeout": Number(0, threading.TIMEOUT_MAX)}),
@@ -866,6 +909,27 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.events.Mirror.prefix": plain(
         Mirror().prefix, {"hashes": INTEGERS, "medium": Text(("GPU", "CPU"))}, hashes=[1]
+    ),
+    "asynccache.events.Fleet": Case(
+        _fleet, {"patience": Number(high=1e6, above=0), "check": Number(high=1e6, above=0),
+                 "silence": Number(high=6000, above=0)}
+    ),
+    "asynccache.events.Fleet.add": of_fleet(
+        "add", {"server": Depends(Text()), "streams": These("[]")}, server="a", streams=[]
+    ),
+    "asynccache.events.Fleet.remove": of_fleet("remove", {"server": Text(("there",))}, server="there"),
+    "asynccache.events.Fleet.hits": of_fleet("hits", {"hashes": INTEGERS}, hashes=[1]),
+    "asynccache.events.Fleet.add (stream)": Case(
+        _followed, {"stream": Thing()}
+    ),
+    "asynccache.events.Fleet.add (stream's fields)": Case(
+        _followed_at, {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "topic": Text(),
+                       "layout": Member()}
+    ),
+    "asynccache.events.prompt_blocks": plain(
+        prompt_blocks,
+        {"tokens": Depends(INTEGERS), "model": Text(), "page_size": Integer(1, 1 << 16), "namespace": Namespace()},
+        tokens=[1, 2], model="m", page_size=1,
     ),
     # metrics
     "asynccache.metrics.LoopLag": plain(LoopLag, {"tick": Number(above=0)}),

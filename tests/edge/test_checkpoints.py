@@ -51,7 +51,6 @@ async def hits(cache: AsyncCache, prompt: list[int] = PROMPT) -> int:
         return lease.cached
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("of", [np.int32, int, np.int64, torch.tensor], ids=["states", "int", "int64", "torch"])
 async def test_a_slot_is_any_integer_and_what_states_gives_first_of_all(of: Callable[[Any], Any]) -> None:
     async with opened(settings(16, mamba=8)) as cache:
@@ -78,7 +77,6 @@ BAD: dict[str, Callable[[Lease, Lease], Any]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", BAD)
 async def test_what_is_no_checkpoint_of_the_lease_is_refused_and_changes_nothing(name: str) -> None:
     async with opened(settings(24, mamba=8)) as cache:
@@ -94,7 +92,6 @@ async def test_what_is_no_checkpoint_of_the_lease_is_refused_and_changes_nothing
         assert await hits(cache) == END
 
 
-@pytest.mark.asyncio
 async def test_a_slot_that_was_given_to_the_tree_is_refused_by_name() -> None:
     longer = text(6, extra=1)
     async with opened(settings(24, mamba=8)) as cache:
@@ -109,7 +106,6 @@ async def test_a_slot_that_was_given_to_the_tree_is_refused_by_name() -> None:
         assert await hits(cache, longer) == 6 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_of_two_commits_at_once_with_one_slot_the_second_is_refused() -> None:
     longer = text(6, extra=1)
     async with opened(settings(24, mamba=8)) as cache:

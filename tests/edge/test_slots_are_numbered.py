@@ -9,7 +9,6 @@ import pytest
 from asynccache import AsyncCache, CacheConfig, ConfigError, Full
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("tier", ["device", "host"])
 async def test_more_slots_than_can_be_numbered_are_refused(tier: str) -> None:
     tokens: dict[str, Any] = {"device_tokens": 16, "host_tokens": 16, f"{tier}_tokens": 16 << 31}

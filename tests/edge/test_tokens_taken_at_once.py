@@ -20,8 +20,6 @@ from tests.edge.edge_kit import Depends, Tokens
 from tests.edge.public_calls import CALLS
 from tests.runtime.runtime_kit import PAGE, compute, holds, opened, page_hashes, serve, settings, text, write
 
-pytestmark = pytest.mark.asyncio
-
 CACHED = text(3)
 OTHER = text(3, seed=5)
 BUFFERS: list[Callable[[list[int]], Any]] = [

@@ -99,7 +99,6 @@ async def _one_parameter(case: Case, world: World, name: str, kind: Kind, odd_va
     return problems
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", CALLS)
 async def test_odd_values_are_taken_for_what_they_mean_or_refused_by_name(name: str) -> None:
     assert await fuzzed(CALLS[name]) == []
@@ -135,7 +134,6 @@ REMOVED = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore")  # what a broken cache leaves behind
 @pytest.mark.parametrize(("check", "parameter", "call"), REMOVED, ids=[f"{call}-{name}" for _, name, call in REMOVED])
 async def test_a_check_that_is_removed_is_noticed(

@@ -80,7 +80,6 @@ class Falsy(CpuDevice):
     ended = False
 
 
-@pytest.mark.asyncio
 async def test_a_device_whose_truth_is_false_is_used_and_not_closed() -> None:
     device = Falsy()
     async with AsyncCache(runtime_kit.settings(device=8, host=8), device=device) as cache:

@@ -31,12 +31,13 @@ class HostProcess:
         self.path = path
         self.url = f"host:{path}"
         self.words = ["serve", "--listen", f"unix:{path}", "--memory", memory, "--quiet", *more]
+        self.command = [sys.executable, "-m", "asynccache"]
         self.process: subprocess.Popen[bytes]
         self._log = log
 
     def start(self, *more: str) -> None:
         """Start it. It need not listen yet."""
-        words = [sys.executable, "-m", "asynccache", *self.words, *more]
+        words = [*self.command, *self.words, *more]
         if self._log is None:
             self.process = subprocess.Popen(words)
         else:
@@ -65,13 +66,17 @@ class HostProcess:
                 if backend is not None:
                     await backend.aclose()
 
-    async def settled(self, *, seconds: float = 60.0) -> dict[str, float]:
-        """What it counts when nothing is reserved any more."""
+    async def reserved(self, size: int, *, seconds: float = 60.0) -> dict[str, float]:
+        """What it counts when so many bytes are reserved."""
         end = time.monotonic() + seconds
-        while (counts := (await self.counts())[0])["reserved_bytes"]:
-            assert time.monotonic() < end, f"slots stay reserved: {counts}"
+        while (counts := (await self.counts())[0])["reserved_bytes"] != size:
+            assert time.monotonic() < end, f"not {size} bytes stay reserved: {counts}"
             await asyncio.sleep(0.02)
         return counts
+
+    async def settled(self, *, seconds: float = 60.0) -> dict[str, float]:
+        """What it counts when nothing is reserved any more."""
+        return await self.reserved(0, seconds=seconds)
 
     def stop(self) -> int:
         """End it as an operator does. Returns its status."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
 import pytest
 
@@ -58,6 +59,9 @@ async def test_a_cache_that_is_opened_again_finds_its_pages_and_without_a_server
     path, prompt = socket_path(), list(range(1000))
     async with AsyncCache(config(f"host:{path}")) as early:
         assert await compute(early, prompt, 7) == 0
+        began = time.monotonic()
+        assert (await early.flush()).storage == 1000 // PAGE
+        assert time.monotonic() - began < 1.0
     async with serving(path):
         for cached in (0, 992, 992):
             async with AsyncCache(config(f"host:{path}")) as cache:

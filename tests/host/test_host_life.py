@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from asynccache_backends.host import HostBackend
 
-from asynccache.errors import BackendError, ConfigError
+from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.metrics import serve_metrics
 from asynccache.storage import PageKey, Result, open_store, parse_url
@@ -37,6 +37,32 @@ async def test_without_a_server_a_store_opens_and_its_calls_fail_at_once() -> No
     assert sorted(took)[150] < 0.001
     assert "no host process answers" in str(store.last_error)
     await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_flush_without_a_server_says_only_what_it_cannot_promise() -> None:
+    path, keys = socket_path(), keys_of(3)
+    backend = await client(path)
+    began = time.perf_counter()
+    await backend.flush()  # nothing was stored: an engine that has never met a server ends like any other
+    assert time.perf_counter() - began < 0.05
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        await put_all(backend, keys)
+        await backend.flush()
+    await backend.flush()
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        await put_all(backend, keys)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await backend.flush()
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        await backend.flush()
+    await backend.aclose()
+    with pytest.raises(BackendError, match="closed"):
+        await backend.flush()
 
 
 @pytest.mark.asyncio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from hashlib import sha256
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asynccache.errors import ConfigError
 from asynccache.host.memory import UNIT, Extents, HostMemory, layout_of, units_of
-from asynccache.host.pages import HostPage, KeptPage, PageTable, Writer
+from asynccache.host.pages import KEPT_SHARE, LONGEST_KEPT, ROOM_IN_A_ROW, HostPage, PageTable, Writer
 
 SIZES = (1, 1000, UNIT, 3 * UNIT + 1, 16 * UNIT)
 
@@ -82,12 +83,14 @@ class TableMachine(RuleBasedStateMachine):
         self.table = table_of(quota=400 << 10, limits={"small": 100 << 10} if limited else None)
         self.writers = [Writer(str(number)) for number in range(3)]
         self.held: list[list[HostPage]] = [[], [], []]
+        self.store = Writer("store")
         self.pinned: list[HostPage] = []
         self.seen: dict[tuple[int, int], bytes] = {}
 
     @rule(who=st.integers(0, 2), key=st.integers(0, 19), size=st.sampled_from(SIZES), small=st.booleans())
     def reserve(self, who: int, key: int, size: int, small: bool) -> None:
         table, writer, before = self.table, self.writers[who], dict(self.table.index)
+        kept_before = {one for one in before.values() if one.kept > table.now}
         page = table.reserve(writer, name_of(key), "full", size, table.label("small" if small else ""))
         if page is None:
             return
@@ -97,6 +100,9 @@ class TableMachine(RuleBasedStateMachine):
         self.held[who].append(page)
         gone = [one for name, one in before.items() if name not in table.index]
         assert not any(one.pins for one in gone)
+        if any(one in kept_before and not (one.label.limit and small) for one in gone):  # a label's limit is above it
+            freed = sum(one.units for one in gone)
+            assert freed >= ROOM_IN_A_ROW * page.units or all(one in kept_before or one.pins for one in before.values())
         label = table.label("small")
         assert label.limit is None or label.bytes <= label.limit
 
@@ -133,12 +139,36 @@ class TableMachine(RuleBasedStateMachine):
         there = [name for name in names if name in self.table.index]
         assert list(self.table.index)[len(self.table.index) - len(there) :] == there[::-1]
 
+    @rule(keys=st.lists(st.integers(0, 19), max_size=4, unique=True))
+    def ended(self, keys: list[int]) -> None:
+        names, before = [name_of(key) for key in keys], list(self.table.index)
+        assert self.table.ended(names) == [name in self.table.index for name in names]
+        first = [name for name in names[::-1] if name in self.table.index and not self.table.index[name].kept]
+        assert list(self.table.index) == first + [name for name in before if name not in first]
+
+    @rule(keys=st.lists(st.integers(0, 19), max_size=6), seconds=st.sampled_from([0.0, 1.0, 30.0, 1e300, math.nan]))
+    def keep(self, keys: list[int], seconds: float) -> None:
+        table, names = self.table, [name_of(key) for key in keys]
+        before = list(table.index)
+        was = {name: page.kept for name, page in table.index.items()}
+        for name, done in zip(names, table.keep(names, seconds), strict=True):
+            page = table.index.get(name)
+            until = table.now + min(seconds, LONGEST_KEPT)
+            if seconds > 0 and page is not None and was[name] <= table.now:
+                assert done or table.kept_bytes + page.units * UNIT > table.usable * UNIT // KEPT_SHARE
+            assert not done or (page is not None and page.kept >= until)
+        assert set(table.index) == set(before)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, LONGEST_KEPT]))
+    def wait(self, seconds: float) -> None:
+        self.table.now += seconds
+
     @rule(key=st.integers(0, 19), pin=st.booleans())
     def drop(self, key: int, pin: bool) -> None:
         page = self.table.index.get(name_of(key))
         if page is not None:
             if pin:
-                page.pins += 1
+                self.table.pin(self.store, page)
                 self.pinned.append(page)
             self.table.drop(page)
             assert name_of(key) not in self.table.index
@@ -146,7 +176,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         if self.pinned:
-            self.table.unpin(self.pinned.pop())
+            self.table.unpin(self.store, self.pinned.pop())
 
     @rule()
     def clear(self) -> None:
@@ -155,18 +185,24 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def next_server(self) -> None:
-        if self.pinned:
-            return  # stores are closed before another server takes over
-        old = self.table
+        old, books = self.table, [self.table.held_by(writer) for writer in (*self.writers, self.store)]
         new = PageTable(old.layout, old._shared, quota=old.quota,
                         limits={name: label.limit for name, label in old.labels.items() if label.limit})
-        writers = [Writer(str(number)) for number in range(3)]
-        owed = [(writers[who], KeptPage(p.key, p.pool, p.length, p.slot, p.start, p.label.name, 0.0))
-                for who, held in enumerate(self.held) for p in held]
-        new.restore(old.usable, list(old._generations), list(old.kept()), owed)
+        hands = [Writer(str(number)) for number in range(4)]
+        new.restore(old.usable, list(old._generations), list(old.kept()),
+                    [(hand, page) for hand, (kept, _) in zip(hands, books, strict=True) for page in kept],
+                    [(hand, slot) for hand, (_, slots) in zip(hands, books, strict=True) for slot in slots])
         assert list(new.index) == list(old.index)
-        self.table, self.writers = new, writers
-        self.held = [list(writer.reserved.values()) for writer in writers]
+        new.now = 7.0
+        for key, seconds in old.kept_for():
+            assert new.keep([key], seconds) == [seconds > 0]
+        places = {page.slot: new._in_slot[page.slot] for page in self.pinned}
+        assert all(page is not None and page.start == was.start
+                   for was, page in zip(self.pinned, map(places.get, [was.slot for was in self.pinned]), strict=True))
+        self.table, self.writers, self.store, self.pinned = new, hands[:3], Writer("store"), []
+        self.held = [list(writer.reserved.values()) for writer in self.writers]
+        new.audit()
+        new.end(hands[3])  # the process whose store hangs is dead at last
 
     @invariant()
     def books_are_right(self) -> None:
@@ -195,6 +231,62 @@ def test_of_a_prefix_the_deepest_page_goes_first() -> None:
     table.touch(rest)
     stored(table, writer, 50, size)
     assert [name in table.index for name in names] == [True, True, False]
+
+
+def test_of_a_conversation_that_has_ended_the_deepest_page_goes_first_of_all() -> None:
+    table, writer = table_of(), Writer("w")
+    size = table.longest
+    count = table.layout.units * UNIT // size
+    for number in range(count):
+        stored(table, writer, number, size)
+    names = [name_of(number) for number in range(count)]
+    assert table.ended(names[-2:]) == [True, True]
+    stored(table, writer, 50, size)
+    assert [name for name in names if name not in table.index] == [names[-1]]
+    stored(table, writer, 51, size)
+    assert [name for name in names if name not in table.index] == names[-2:]
+
+
+def test_a_page_that_is_kept_outlives_newer_ones_until_its_time_has_come_and_goes_at_once_then() -> None:
+    table, writer = table_of(), Writer("w")
+    size = table.longest
+    count = table.layout.units * UNIT // size
+    for number in range(count):
+        stored(table, writer, number, size)
+    assert table.keep([name_of(0)], 10.0) == [True]
+    for number in range(50, 50 + 3 * count):
+        stored(table, writer, number, size)
+        assert name_of(0) in table.index
+    table.now = 10.0
+    stored(table, writer, 200, size)
+    assert name_of(0) not in table.index
+
+
+@pytest.mark.parametrize("size", [UNIT, 3 * UNIT + 1])
+def test_nobody_keeps_more_than_a_share_of_the_memory_however_often_he_asks(size: int) -> None:
+    table, writer = table_of(), Writer("w")
+    most = table.usable * UNIT // KEPT_SHARE
+    for number in range(100):
+        stored(table, writer, number, size)
+        for _ in range(50):
+            table.keep([name_of(n) for n in range(100)], 1e9 + number)
+            table.now += 0.01
+    assert most - units_of(size) * UNIT < table.kept_bytes <= most
+    assert len(table._until) < 10_000, "times of before are forgotten"
+    table.now += LONGEST_KEPT
+    table.keep([], 1.0)
+    assert table.kept_bytes == 0
+
+
+def test_kept_pages_all_over_the_memory_do_not_keep_out_a_long_page() -> None:
+    table, writer = table_of(), Writer("w")
+    for number in range(200):
+        stored(table, writer, number)
+    table.keep([name_of(number) for number in range(0, 200, 4)], 60.0)
+    before = len(table.index)
+    stored(table, writer, 201, table.longest)
+    assert before - len(table.index) < before / 2 + 1, "it costs no more than some times its room"
+    table.audit()
 
 
 def test_a_label_at_its_limit_gives_up_its_own_oldest() -> None:

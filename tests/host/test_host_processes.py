@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from asynccache.errors import ConfigError
+from asynccache.host.pages import Writer
 from asynccache.host.server import HostServer
 from asynccache.host.takeover import take_over
 from asynccache.storage import HEADER_BYTES, Result, open_store
@@ -24,6 +26,7 @@ from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, pu
 from tests.host.host_kit import client, serving, socket_path
 from tests.host.host_processes import (
     ClientProcess,
+    HostProcess,
     insist_on_every_slot,
     killed_clients,
     killed_servers,
@@ -105,6 +108,39 @@ async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed(monke
         await backend.aclose()
 
 
+SERVES_IN_A_CONTAINER = """
+import os, sys
+from asynccache.cli.main import main
+
+if sys.argv.pop(1) == "old":  # before Linux 6.9 all pidfds have one inode
+    os.fstat = lambda fd: os.stat_result([0] * 10)
+sys.exit(main(sys.argv[1:]))
+"""
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c"]
+
+
+@pytest.mark.parametrize("kernel", ["old", "new"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process in a container")
+@pytest.mark.asyncio
+async def test_a_death_outside_of_the_servers_container_frees_nothing_of_another_process(kernel: str) -> None:
+    path = socket_path()
+    server = HostProcess(path, "24MiB")
+    server.command = [*CONTAINER, SERVES_IN_A_CONTAINER, kernel]
+    server.start()
+    try:
+        await server.counts()
+        clients = [await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path) for _ in range(2)]
+        await server.reserved(2 * 9 * 16384)
+        for number, process in zip((1, 0), clients, strict=True):
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            counts = await server.reserved(number * 9 * 16384)
+            assert counts["freed_by_death"] == (2 - number) * 9
+            assert (await server.counts())[0]["reserved_bytes"] == number * 9 * 16384
+    finally:
+        server.kill()
+
+
 @pytest.mark.asyncio
 async def test_what_a_stopped_client_has_reserved_is_its_own_under_the_next_server_too() -> None:
     path, keys = socket_path(), keys_of(50)
@@ -128,6 +164,88 @@ async def test_what_a_stopped_client_has_reserved_is_its_own_under_the_next_serv
         second.table.audit()
         await backend.aclose()
         await second.aclose()
+
+
+HANGS = """
+import asyncio, signal, sys
+from contextlib import suppress
+from hashlib import sha256
+from asynccache.host import behind
+from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.host.host_kit import serving
+
+behind.DRAIN = behind.LET_GO = 0.2
+told = asyncio.Event()
+
+class Hangs(WrappedBackend):
+    async def put(self, keys, records):
+        print("begun", len(keys), flush=True)
+        while not told.is_set():
+            with suppress(asyncio.CancelledError):  # as a thread that hangs in a system call
+                await told.wait()
+        for record in records:
+            print(sha256(record.payload).hexdigest(), flush=True)
+        await asyncio.Event().wait()
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
+    async with serving(sys.argv[1], stores=["memory:"]) as server:
+        store = server.behind.stores[0]
+        store.backend = Hangs(store.backend)
+        print("serves", flush=True)
+        await server.closed.wait()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.asyncio
+async def test_what_a_store_that_hangs_is_written_from_stays_under_the_next_server_until_the_first_is_dead(
+    dropped: bool,
+) -> None:
+    path, keys = socket_path(), keys_of(20)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGS, path, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"serves\n"
+    backend = await client(path)
+    stored = await put_all(backend, keys)
+    assert await process.stdout.readline() == b"begun 20\n"
+    if dropped:
+        await backend.delete(keys[:5])
+    began = time.monotonic()
+    taken = await asyncio.to_thread(take_over, path)
+    assert time.monotonic() - began < 5, "the store that hangs keeps nobody"
+    assert taken is not None
+    second = HostServer(path, taken.memory)
+    await second.open(taken)
+    await asyncio.sleep(0.06)
+    first = 5 if dropped else 0
+    assert same(stored[first:], (await get_all(backend, keys[first:]))[1]), "they are found all the same"
+    size = 1 << 20
+    room = second.table.layout.units * 4096 // size
+    others = [bytes([n]) * 32 for n in range(2 * room)]
+    writer, label = Writer("w"), second.table.label("")
+    for name in others:
+        page = second.table.reserve(writer, name, "full", size, label)
+        if page is not None:
+            second.memory.payload(page.start, size)[:] = bytes(size)
+            second.table.publish(writer, page.slot, 1.0)
+    assert second.table.counts["evicted"] > room // 2
+    process.send_signal(signal.SIGUSR1)
+    digests = [(await process.stdout.readline()).decode().strip() for _ in keys]
+    assert digests == [sha256(record_of(key).payload).hexdigest() for key in keys], "it is overwritten while it is read"
+    second.table.audit()
+    [hung] = [peer.writer for peer in second._peers if peer.writer.holds]
+    assert (len(hung.reserved), len(hung.pinned)) == (first, 20 - first)
+    process.kill()
+    await process.wait()
+    await until(lambda: not hung.holds)
+    second.table.audit()
+    assert second.table.reserve(writer, keys[0].key, "full", second.table.longest, label) is not None
+    await backend.aclose()
+    await second.aclose()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")

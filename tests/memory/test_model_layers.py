@@ -25,7 +25,6 @@ CONFIG = CacheConfig(
 ALL = np.arange(4, dtype=np.int32)
 
 
-@pytest.mark.asyncio
 async def test_every_step_of_a_load_brings_one_layer_of_the_model() -> None:
     mover = Mover(CpuDevice(), CONFIG.pools())
     assert mover.layers == 5
@@ -37,7 +36,6 @@ async def test_every_step_of_a_load_brings_one_layer_of_the_model() -> None:
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_all_of_it_arrives_and_each_layer_with_its_event() -> None:
     mover = Mover(CpuDevice(), CONFIG.pools())
     for i, pool in enumerate(mover.host_pools.values()):

@@ -36,7 +36,6 @@ CONFIG = CacheConfig(
 )
 
 
-@pytest.mark.asyncio
 async def test_a_move_covers_the_components_pool_and_its_sidecars() -> None:
     mover = Mover(CpuDevice(), CONFIG.pools(), host_align=16)
     fill_device(mover)
@@ -53,7 +52,6 @@ async def test_a_move_covers_the_components_pool_and_its_sidecars() -> None:
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
     mover = Mover(CpuDevice(), [pool(size=0, layers=1)])
     moves = [move([1], [2])]
@@ -66,7 +64,6 @@ async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("moves", [[], [move([], [])]])
 async def test_an_empty_batch_is_done(moves: list[object]) -> None:
     mover = Mover(CpuDevice(), [pool()])
@@ -75,7 +72,6 @@ async def test_an_empty_batch_is_done(moves: list[object]) -> None:
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but_no_backup(
     make_device: Callable[..., CpuDevice | SimulatedDevice],
 ) -> None:
@@ -100,7 +96,6 @@ async def test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_engines_tensors_are_where_loads_arrive() -> None:
     spec = pool(size=64, layers=2)
     mine = [torch.zeros((32, 16), dtype=torch.bfloat16) for _ in range(2)]
@@ -148,7 +143,6 @@ def test_a_pool_larger_than_this_machine_is_refused() -> None:
         Mover(CpuDevice(), [pool(size=1 << 30, device_pages=1 << 20)])
 
 
-@pytest.mark.asyncio
 async def test_without_a_host_tier_there_are_no_host_pools() -> None:
     mover = Mover(CpuDevice(), [pool(host_pages=0)])
     assert mover.host_pools == {}

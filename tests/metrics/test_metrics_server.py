@@ -33,7 +33,6 @@ async def fetch(server: MetricsServer, path: str, body: Any = None) -> tuple[int
     return await asyncio.to_thread(_fetch, f"http://127.0.0.1:{server.port}{path}", data)
 
 
-@pytest.mark.asyncio
 async def test_the_pages() -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
         await serve(cache, text(4))
@@ -49,7 +48,6 @@ async def test_the_pages() -> None:
         assert json.loads(body)["lookups"]["requests"] == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "status"), [("/healthz", b"200"), ("/statistics", b"200"), ("/nothing", b"404")])
 async def test_head_is_answered_as_get_is_without_a_body(path: str, status: bytes) -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
@@ -67,7 +65,6 @@ async def test_head_is_answered_as_get_is_without_a_body(path: str, status: byte
         assert not bodies[1]
 
 
-@pytest.mark.asyncio
 async def test_explain_by_post_and_by_get() -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
         await serve(cache, text(4))
@@ -80,7 +77,6 @@ async def test_explain_by_post_and_by_get() -> None:
         assert json.loads(other)["device"] == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [("/", None, 404), ("/explain?tokens=a", None, 400), ("/explain", {"tokens": "abc"}, 400),
@@ -95,7 +91,6 @@ async def test_what_cannot_be_answered_is_said(path: str, body: Any, status: int
         assert (await fetch(server, "/healthz"))[0] == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("sent", "answered"),
     [(b"what is this\r\n\r\n", b"400"), (b"BREW /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
@@ -113,7 +108,6 @@ async def test_noise_is_refused_and_the_next_is_served(sent: bytes, answered: by
         assert (await fetch(server, "/healthz"))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_whoever_is_silent_is_hung_up_on_when_it_closes() -> None:
     async with opened(settings()) as cache:
         async with await start_metrics_server(cache):
@@ -124,7 +118,6 @@ async def test_whoever_is_silent_is_hung_up_on_when_it_closes() -> None:
         writer.close()
 
 
-@pytest.mark.asyncio
 async def test_a_closed_cache_is_not_healthy() -> None:
     cache = AsyncCache(settings())
     async with await start_metrics_server(cache) as server:
@@ -139,7 +132,6 @@ async def test_a_closed_cache_is_not_healthy() -> None:
         assert (await fetch(server, "/metrics"))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_who_waits() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(device=8), device=device).__aenter__()
@@ -170,7 +162,6 @@ async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_w
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_is_taken_is_refused() -> None:
     async with opened(settings()) as cache, await start_metrics_server(cache) as server:
         with pytest.raises(ConfigError, match="cannot listen"):
@@ -178,7 +169,6 @@ async def test_an_address_that_is_taken_is_refused() -> None:
                 pass
 
 
-@pytest.mark.asyncio
 async def test_closing_twice_or_cancelled_leaves_no_socket_open() -> None:
     async with opened(settings()) as cache:
         server = await start_metrics_server(cache)
@@ -195,7 +185,6 @@ async def test_closing_twice_or_cancelled_leaves_no_socket_open() -> None:
             await asyncio.open_connection("127.0.0.1", server.port)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("hops", range(5))
 async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket_open(hops: int) -> None:
     async with opened(settings()) as cache:

@@ -54,7 +54,6 @@ def get(page: str, version: str = "HTTP/1.1") -> bytes:
     return f"GET {page} {version}\r\nHost: x\r\n\r\n".encode()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "body",
     [b"[" * 100_000, b'{"tokens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000, b"{", b"\xff\xfe",
@@ -70,7 +69,6 @@ async def test_what_explain_cannot_use_is_a_400(body: bytes) -> None:
         assert (await answer(found, post(json.dumps({"tokens": text(4)}).encode())))[0] == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("sent", "status"),
     [(post(b"", "Content-Length: -1"), 400), (post(b"", "Content-Length: 1_0"), 400),
@@ -84,7 +82,6 @@ async def test_a_request_that_is_none_is_refused_by_name(sent: bytes, status: in
         assert (await answer(found, sent))[0] == status
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_is_too_large_is_a_413_also_for_who_sends_it_first() -> None:
     async with exposed() as found:
         status, why = await answer(found, post(b"x" * (asgi.MOST_BYTES + 1)))
@@ -99,7 +96,6 @@ TRICKLES = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", TRICKLES)
 async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_trickles(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -124,7 +120,6 @@ async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_tric
         writer.close()
 
 
-@pytest.mark.asyncio
 async def test_who_does_not_read_the_answer_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with exposed() as found:
         monkeypatch.setattr(server, "LIFE", SHORT)
@@ -143,7 +138,6 @@ def connections(found: MetricsServer) -> set[object]:
     return set(found._server.server_state.connections)
 
 
-@pytest.mark.asyncio
 async def test_a_number_of_connections_is_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once those that dawdle have had their time, others are served."""
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
@@ -162,7 +156,6 @@ async def test_a_number_of_connections_is_open_and_no_more(monkeypatch: pytest.M
         assert (await answer(found, get("/healthz")))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_thousands_of_connections_leave_the_cache_its_sockets_and_its_time() -> None:
     """They come faster than they can end. Meanwhile requests are served, and files can be opened."""
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as found:
@@ -186,7 +179,6 @@ async def test_thousands_of_connections_leave_the_cache_its_sockets_and_its_time
         assert (await answer(found, get("/healthz")))[0] == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, TimeoutError])
 async def test_a_collector_that_raises_is_a_500_that_says_so(kind: type[Exception]) -> None:
     class Broken(Collector):

@@ -105,7 +105,6 @@ def pages_of(backend: Any) -> int:
 # attaching
 
 
-@pytest.mark.asyncio
 async def test_hits_come_from_a_store_that_is_attached_later() -> None:
     backend = MemoryBackend()
     async with opened(settings(host=32), storage=backend) as cache:
@@ -122,7 +121,6 @@ async def test_hits_come_from_a_store_that_is_attached_later() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_is_on_the_host_already_is_stored_there_too(scheme: Scheme) -> None:
     async with opened(settings(device=40, host=80)) as cache:
         for seed in range(6):
@@ -143,7 +141,6 @@ async def test_what_is_on_the_host_already_is_stored_there_too(scheme: Scheme) -
         await until(lambda: pages_of(scheme.opened[3]) == 27)
 
 
-@pytest.mark.asyncio
 async def test_requests_go_on_while_a_store_is_filled(scheme: Scheme) -> None:
     """No more than a few of its backups are in flight, and nobody waits for them."""
     async with opened(settings(device=80, host=160)) as cache:
@@ -161,7 +158,6 @@ async def test_requests_go_on_while_a_store_is_filled(scheme: Scheme) -> None:
         await until(lambda: pages_of(scheme.opened[0]) == 80)
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_be_attached_changes_nothing(scheme: Scheme) -> None:
     async with opened(settings()) as cache:
         for attempt in (cache.attach_storage("memory:"), cache.detach_storage()):
@@ -198,7 +194,6 @@ async def test_what_cannot_be_attached_changes_nothing(scheme: Scheme) -> None:
             await cache.detach_storage("b")
 
 
-@pytest.mark.asyncio
 async def test_the_nearest_is_asked_first_and_a_position_can_be_chosen(scheme: Scheme) -> None:
     async with opened(settings(device=8, host=16)) as cache:
         await cache.attach_storage("gated:?name=far")
@@ -207,7 +202,6 @@ async def test_the_nearest_is_asked_first_and_a_position_can_be_chosen(scheme: S
         assert list(cache.stores) == ["near", "far", "farthest"]
 
 
-@pytest.mark.asyncio
 async def test_attaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
     async with opened(settings(host=16)) as cache:
         ends = set()
@@ -221,7 +215,6 @@ async def test_attaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
         assert ends == {False, True}, "it was never put to the test"
 
 
-@pytest.mark.asyncio
 async def test_two_backends_of_one_class_can_be_attached_at_the_same_time() -> None:
     backends = [MemoryBackend() for _ in range(3)]
     async with opened(settings(host=16), storage=backends[0]) as cache:
@@ -233,7 +226,6 @@ async def test_two_backends_of_one_class_can_be_attached_at_the_same_time() -> N
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_two_backends_of_one_class_can_be_attached() -> None:
     backends = [MemoryBackend(), MemoryBackend()]
     async with opened(settings(host=16), storage=backends[0]) as cache:
@@ -245,7 +237,6 @@ async def test_two_backends_of_one_class_can_be_attached() -> None:
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_is_given_is_left_to_its_owner() -> None:
     backend = Gated()
     checked = CheckedStore(MemoryBackend(), store_layout(settings().pools()))
@@ -261,7 +252,6 @@ async def test_what_is_given_is_left_to_its_owner() -> None:
 # detaching
 
 
-@pytest.mark.asyncio
 async def test_what_is_not_stored_yet_is_stored_before_it_goes(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32, write_policy="write_back", storage="gated:")) as cache:
         await serve(cache, text(4))
@@ -276,7 +266,6 @@ async def test_what_is_not_stored_yet_is_stored_before_it_goes(scheme: Scheme) -
             await cache.detach_storage()
 
 
-@pytest.mark.asyncio
 async def test_what_could_not_be_stored_is_said(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32, storage="gated:")) as cache:
         scheme.opened[0].down = True
@@ -291,7 +280,6 @@ async def test_what_could_not_be_stored_is_said(scheme: Scheme) -> None:
         assert await cache.flush() == (0, 0), "there is no storage"
 
 
-@pytest.mark.asyncio
 async def test_without_draining_it_goes_at_once(scheme: Scheme) -> None:
     config = settings(device=16, host=32, write_policy="write_back", storage="gated:")
     async with opened(config) as cache:
@@ -300,7 +288,6 @@ async def test_without_draining_it_goes_at_once(scheme: Scheme) -> None:
         assert pages_of(scheme.opened[0]) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_is_fetching_from_it_computes_what_it_did_not_get(scheme: Scheme) -> None:
     config = settings(device=12, host=24, storage="gated:", prefetch_policy="wait_complete")
     async with opened(config) as cache:
@@ -325,7 +312,6 @@ async def test_a_request_that_is_fetching_from_it_computes_what_it_did_not_get(s
         assert await serve(cache, text(8, seed=7)) == 0
 
 
-@pytest.mark.asyncio
 async def test_pages_that_are_being_written_are_let_go_of_before_it_is_closed(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32, storage="gated:")) as cache:
         await cache.attach_storage("gated:?name=other")
@@ -344,7 +330,6 @@ async def test_pages_that_are_being_written_are_let_go_of_before_it_is_closed(sc
         assert pages_of(other) == 4
 
 
-@pytest.mark.asyncio
 async def test_detaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32)) as cache:
         closing, done = 40, 41
@@ -370,7 +355,6 @@ async def test_detaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
         assert ends == {(True, True), (True, False), (False, False)}, "it was never put to the test"
 
 
-@pytest.mark.asyncio
 async def test_of_two_who_detach_the_same_store_one_does(scheme: Scheme) -> None:
     async with opened(settings(host=16, storage="gated:")) as cache:
         scheme.opened[0].gate.clear()
@@ -382,7 +366,6 @@ async def test_of_two_who_detach_the_same_store_one_does(scheme: Scheme) -> None
         assert sorted(type(answer).__name__ for answer in answers) == ["ConfigError", "Unsaved"]
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_cannot_close_is_gone_all_the_same(scheme: Scheme) -> None:
     async with opened(settings(host=16, storage="gated:")) as cache:
         scheme.unclean = True
@@ -394,7 +377,6 @@ async def test_a_store_that_cannot_close_is_gone_all_the_same(scheme: Scheme) ->
         await cache.attach_storage("gated:")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("when", range(0, 12, 2))
 async def test_the_cache_may_be_closed_while_stores_come_and_go(scheme: Scheme, when: int) -> None:
     async with opened(settings(device=16, host=32, storage="gated:?name=first"), idle=False) as cache:
@@ -411,7 +393,6 @@ async def test_the_cache_may_be_closed_while_stores_come_and_go(scheme: Scheme, 
 # everything else, with several of them
 
 
-@pytest.mark.asyncio
 async def test_what_is_forgotten_is_forgotten_in_every_store(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32, storage=("gated:?name=a", "gated:?name=b"))) as cache:
         await serve(cache, text(4), namespace=None)
@@ -429,7 +410,6 @@ async def test_what_is_forgotten_is_forgotten_in_every_store(scheme: Scheme) -> 
         assert cache.statistics().core.nodes == 0
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_one_store_lost_comes_from_the_other(scheme: Scheme) -> None:
     async with opened(settings(device=12, host=12, storage=("gated:?name=a", "gated:?name=b"))) as cache:
         for seed in range(4):
@@ -443,14 +423,12 @@ async def test_a_page_that_one_store_lost_comes_from_the_other(scheme: Scheme) -
         assert cache.statistics().storage["pages"] == sum(map(pages_of, scheme.opened))
 
 
-@pytest.mark.asyncio
 async def test_closing_closes_those_that_are_ours(scheme: Scheme) -> None:
     async with opened(settings(host=16, storage=("gated:?name=a", "gated:?name=b"))) as cache:
         await cache.attach_storage("gated:?name=c")
     assert [backend.closed_times for backend in scheme.opened] == [1, 1, 1]
 
 
-@pytest.mark.asyncio
 async def test_a_cache_whose_second_store_cannot_be_opened_leaves_none_open(scheme: Scheme) -> None:
     for urls in (("gated:", "gated:"), ("gated:", "nowhere:"), ("gated:", "gated:?name=b&size=1&colour=red")):
         with pytest.raises(ConfigError):
@@ -487,7 +465,6 @@ class Attachers:
                     await self.cache.detach_storage(name, timeout=self.random.choice((0, 0.01)))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.slow(1)
 async def test_under_stress_every_byte_is_right_and_no_request_fails(policy: str, tmp_path: Path) -> None:

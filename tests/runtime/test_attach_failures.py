@@ -70,7 +70,6 @@ def pages_of(backend: Any) -> int:
     return int(backend.stats()["pages"])
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_refuses_the_memory_of_the_pages_is_closed_again(scheme: Scheme) -> None:
     scheme.refused = "full"
     with pytest.raises(BackendError, match="no full"):
@@ -85,7 +84,6 @@ async def test_a_store_that_refuses_the_memory_of_the_pages_is_closed_again(sche
         assert list(cache.stores) == ["a"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stubborn", [0, 1])
 async def test_of_two_stores_the_one_that_can_is_cleared(scheme: Scheme, stubborn: int) -> None:
     async with opened(settings(device=8, host=16)) as cache:

@@ -46,7 +46,6 @@ class SlowPuts(MemoryBackend):
             self.writing -= 1
 
 
-@pytest.mark.asyncio
 async def test_aclose_says_what_it_could_not_save_within_the_deadline() -> None:
     storage = SlowPuts()
     async with opened(settings(host=32), storage=storage, idle=False) as cache:
@@ -58,7 +57,6 @@ async def test_aclose_says_what_it_could_not_save_within_the_deadline() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_aclose_waits_for_the_store_within_the_deadline() -> None:
     storage = SlowPuts()
     async with opened(settings(host=32), storage=storage, idle=False) as cache:
@@ -74,7 +72,6 @@ async def test_aclose_waits_for_the_store_within_the_deadline() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_tells_those_who_wait_in_line() -> None:
     async with opened(settings(device=4), idle=False) as cache:
         holder = await cache.lease(text(4)).__aenter__()
@@ -86,7 +83,6 @@ async def test_closing_tells_those_who_wait_in_line() -> None:
         holder.release()
 
 
-@pytest.mark.asyncio
 async def test_flush_has_a_timeout_and_flushing_goes_on() -> None:
     storage = SlowPuts()
     async with opened(settings(host=32), storage=storage) as cache:
@@ -98,7 +94,6 @@ async def test_flush_has_a_timeout_and_flushing_goes_on() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_flush_under_write_back_saves_everything() -> None:
     storage = MemoryBackend()
     async with opened(settings(host=32, write_policy="write_back"), storage=storage) as cache:
@@ -111,7 +106,6 @@ async def test_flush_under_write_back_saves_everything() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_invalidate_forgets_a_namespace_on_every_tier() -> None:
     storage = MemoryBackend()
     async with opened(settings(host=32), storage=storage) as cache:
@@ -134,7 +128,6 @@ async def serve_in(cache: AsyncCache, namespace: str) -> None:
         await lease.commit(text(4))
 
 
-@pytest.mark.asyncio
 async def test_a_lease_in_flight_finishes_undisturbed_and_publishes_nothing() -> None:
     async with opened(settings()) as cache:
         await serve(cache, text(2))
@@ -148,7 +141,6 @@ async def test_a_lease_in_flight_finishes_undisturbed_and_publishes_nothing() ->
         assert cache.statistics().device["full"].free == 16
 
 
-@pytest.mark.asyncio
 async def test_reset_forgets_everything_in_storage_too() -> None:
     storage = MemoryBackend()
     async with opened(settings(host=32), storage=storage) as cache:
@@ -163,7 +155,6 @@ async def test_reset_forgets_everything_in_storage_too() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_another_namespace_never_hits() -> None:
     storage = MemoryBackend()
     async with opened(settings(host=32), storage=storage) as cache:
@@ -175,7 +166,6 @@ async def test_another_namespace_never_hits() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_keep_pins_a_prefix_within_the_cap_until_released() -> None:
     async with opened(settings(device=16, kept_fraction=0.25)) as cache:
         await serve(cache, text(8))
@@ -192,7 +182,6 @@ async def test_keep_pins_a_prefix_within_the_cap_until_released() -> None:
             await cache.keep(text(1), ttl=0)
 
 
-@pytest.mark.asyncio
 async def test_what_is_kept_goes_when_its_time_is_over() -> None:
     async with opened(settings()) as cache:
         await serve(cache, text(4))
@@ -201,7 +190,6 @@ async def test_what_is_kept_goes_when_its_time_is_over() -> None:
         await until(lambda: cache.statistics().kept_tokens == 0)
 
 
-@pytest.mark.asyncio
 async def test_events_are_told_in_order_and_host_events_after_their_ack() -> None:
     heard: list[Notice] = []
     events: list[Publish] = []
@@ -230,7 +218,6 @@ async def test_events_are_told_in_order_and_host_events_after_their_ack() -> Non
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_pool_that_does_not_fit_and_an_unknown_device_say_so() -> None:
     with pytest.raises(ConfigError, match="full"):
         async with AsyncCache(settings(device=1 << 50)):
@@ -247,7 +234,6 @@ async def test_a_pool_that_does_not_fit_and_an_unknown_device_say_so() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_it_says_what_it_is() -> None:
     async with opened(settings(host=16)) as cache:
         assert "0 leases" in repr(cache)

@@ -16,8 +16,6 @@ from asynccache.storage import PageKey, Record, Result
 from asynccache.worker.local import LocalWorker
 from tests.runtime.runtime_kit import parts, serve, settings, text, turns, until
 
-pytestmark = pytest.mark.asyncio
-
 DEADLINES = (None, 0, 0.0, -1.0, 1e-9, 0.01, 30.0, 1e9)
 NOTHING_UNSAVED = CloseReport(0, 0, None)
 

@@ -13,7 +13,6 @@ from asynccache.worker import local
 from tests.runtime.runtime_kit import settings
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_cannot_be_closed_does_not_keep_the_device_open(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     device = CpuDevice()
@@ -37,7 +36,6 @@ async def test_a_store_that_cannot_be_closed_does_not_keep_the_device_open(monke
     assert closed == [device]
 
 
-@pytest.mark.asyncio
 async def test_an_unexpected_error_while_saving_leaves_no_worker_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     async def failing(driver: object) -> None:
         raise ValueError("a bug")

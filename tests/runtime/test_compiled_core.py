@@ -13,13 +13,12 @@ from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError, compiled
 from tests.runtime.runtime_kit import parts, settings
 
 
-@pytest.mark.asyncio
 async def test_an_argument_of_another_type_closes_the_cache() -> None:
     cache = await AsyncCache(settings()).__aenter__()
     driver = parts(cache).driver
     call: Any = driver.core.truncate
     with pytest.raises((TypeError, AttributeError)) as raised:
-        driver.unlocked(call, None, "all")
+        driver.call_unlocked(call, None, "all")
     with pytest.raises(CacheClosed):
         async with cache.lease([1, 2, 3]):
             pass
@@ -34,7 +33,6 @@ def test_what_is_compiled_besides_the_core_never_waits(module: str) -> None:
 
 
 @pytest.mark.parametrize("number", [2**63, 2**80])
-@pytest.mark.asyncio
 async def test_an_integer_beyond_a_machine_word_is_refused_or_works_on_both_cores(number: int) -> None:
     """Never an ``OverflowError``, which would close the cache of whoever asked."""
     async with AsyncCache(settings()) as cache:

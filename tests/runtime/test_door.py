@@ -38,7 +38,6 @@ def entering(cache: AsyncCache, pages: int, seed: int, **terms: Any) -> asyncio.
     return asyncio.create_task(enter(cache, pages, seed, **terms))
 
 
-@pytest.mark.asyncio
 async def test_what_can_never_fit_raises_at_once_even_behind_others() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 8, 1)
@@ -50,7 +49,6 @@ async def test_what_can_never_fit_raises_at_once_even_behind_others() -> None:
         (await waits).release()
 
 
-@pytest.mark.asyncio
 async def test_the_line_is_first_come_first_served_and_nobody_overtakes() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)
@@ -64,7 +62,6 @@ async def test_the_line_is_first_come_first_served_and_nobody_overtakes() -> Non
         (await small).release()
 
 
-@pytest.mark.asyncio
 async def test_a_new_lease_that_would_fit_does_not_overtake_the_line() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)
@@ -77,7 +74,6 @@ async def test_a_new_lease_that_would_fit_does_not_overtake_the_line() -> None:
         first.release()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_that_is_aborted_while_it_waits_leaves_the_line_and_is_never_granted() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)
@@ -96,7 +92,6 @@ async def test_a_lease_that_is_aborted_while_it_waits_leaves_the_line_and_is_nev
             await lease.__aenter__()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_is_asked_for_the_tokens_as_they_were_then() -> None:
     async with opened(settings(device=8)) as cache:
         await serve(cache, text(3))
@@ -111,7 +106,6 @@ async def test_a_lease_is_asked_for_the_tokens_as_they_were_then() -> None:
             cache.lease([])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("alone", [True, False])
 async def test_a_lease_enters_the_namespace_that_there_is_when_it_is_entered(alone: bool) -> None:
     """It was asked for before its namespace was invalidated, alone or with all others. It finds nothing of before, and
@@ -128,7 +122,6 @@ async def test_a_lease_enters_the_namespace_that_there_is_when_it_is_entered(alo
             assert after.cached == 2 * PAGE
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("outdated", "publishes"), [("tenant", False), ("other", True), (None, True), ("all", False)])
 @pytest.mark.parametrize("entered", [False, True])
 async def test_what_was_invalidated_while_a_lease_was_held_decides_whether_it_publishes(
@@ -149,7 +142,6 @@ async def test_what_was_invalidated_while_a_lease_was_held_decides_whether_it_pu
         assert (await cache.match(text(3), namespace="tenant")).device == (3 * PAGE if publishes else 0)
 
 
-@pytest.mark.asyncio
 async def test_leaving_the_line_wakes_the_next() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)
@@ -161,7 +153,6 @@ async def test_leaving_the_line_wakes_the_next() -> None:
         assert big.cancelled()
 
 
-@pytest.mark.asyncio
 async def test_an_ack_wakes_the_head() -> None:
     """The only evictable pages are without a host copy: the lease waits for their backups and nothing else."""
     async with opened(settings(device=8, host=16)) as cache:
@@ -172,7 +163,6 @@ async def test_an_ack_wakes_the_head() -> None:
         assert cache.statistics().core.lost_pages == 0
 
 
-@pytest.mark.asyncio
 async def test_wait_false_never_waits() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 8, 1)
@@ -183,7 +173,6 @@ async def test_wait_false_never_waits() -> None:
         (await enter(cache, 1, 2, wait=False)).release()
 
 
-@pytest.mark.asyncio
 async def test_a_deadline_ends_the_wait() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 8, 1)
@@ -193,7 +182,6 @@ async def test_a_deadline_ends_the_wait() -> None:
         first.release()
 
 
-@pytest.mark.asyncio
 async def test_a_task_that_holds_a_lease_does_not_wait_for_another() -> None:
     async with opened(settings(device=8)) as cache:
         async with cache.lease(text(5, seed=1)):
@@ -203,7 +191,6 @@ async def test_a_task_that_holds_a_lease_does_not_wait_for_another() -> None:
             assert cache.statistics().waiting == 0
 
 
-@pytest.mark.asyncio
 async def test_extend_never_waits() -> None:
     async with opened(settings(device=8)) as cache:
         async with cache.lease(text(4, seed=1)) as lease:
@@ -215,7 +202,6 @@ async def test_extend_never_waits() -> None:
             assert (await lease.extend(1)).size == 6
 
 
-@pytest.mark.asyncio
 async def test_a_lease_is_entered_once_and_released_once() -> None:
     async with opened(settings()) as cache:
         lease = await enter(cache, 2, 1)
@@ -240,7 +226,6 @@ class _Nothing:
     def release(self) -> None: ...
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "terms", [{"new_tokens": -1}, {"states": 1}, {"states": -1}], ids=["new_tokens", "no mamba", "negative"]
 )
@@ -265,7 +250,6 @@ async def cancelled_at(work: Coroutine[Any, Any, Any], turn: int) -> bool:
     return True
 
 
-@pytest.mark.asyncio
 async def test_a_request_cancelled_at_any_await_leaves_nothing_behind() -> None:
     async with opened(settings(device=8, host=32, swa=8, mamba=6)) as cache:
         for seed in range(3):
@@ -295,7 +279,6 @@ async def test_a_request_cancelled_at_any_await_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 @pytest.mark.slow(1)
 async def test_cancelling_between_slices_finishes_them_and_gives_everything_back() -> None:
     async with opened(settings(device=2400)) as cache:
@@ -322,7 +305,6 @@ async def test_cancelling_between_slices_finishes_them_and_gives_everything_back
         assert cache.statistics().device["full"].free == 2400
 
 
-@pytest.mark.asyncio
 @pytest.mark.slow(1)
 async def test_while_a_call_runs_in_slices_the_loop_turns_and_nobody_interleaves() -> None:
     async with opened(settings(device=2400)) as cache:
@@ -336,7 +318,6 @@ async def test_while_a_call_runs_in_slices_the_loop_turns_and_nobody_interleaves
         (await small).release()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> None:
     async with opened(settings(device=12, host=16)) as cache:
         await serve(cache, text(4, seed=1))
@@ -356,7 +337,6 @@ async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> Non
         assert await serve(cache, text(4, 1, extra=1)) == 4 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_a_waiter_of_a_shared_load_that_is_cancelled_hurts_nobody_else() -> None:
     device = CpuDevice()
     async with opened(settings(device=12, host=16), device=device) as cache:

@@ -27,8 +27,6 @@ from tests.runtime.runtime_kit import (
     until,
 )
 
-pytestmark = pytest.mark.asyncio
-
 
 def line_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -30,7 +30,6 @@ from tests.runtime.runtime_kit import (
 )
 
 
-@pytest.mark.asyncio
 async def test_a_backup_waits_for_ready() -> None:
     device = CpuDevice()
     async with opened(settings(host=16), device=device) as cache:
@@ -48,7 +47,6 @@ async def test_a_backup_waits_for_ready() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
     device = CpuDevice()
     async with opened(settings(host=32, max_backup_ops=1), device=device) as cache:
@@ -73,7 +71,6 @@ async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_private_copy_waits_for_ready() -> None:
     device = CpuDevice()
     async with opened(settings(mamba=8), device=device) as cache:
@@ -94,7 +91,6 @@ async def test_a_private_copy_waits_for_ready() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_released_pages_retire_until_the_engine_has_let_go() -> None:
     device = CpuDevice()
     async with opened(settings(device=8), device=device) as cache:
@@ -112,7 +108,6 @@ async def test_released_pages_retire_until_the_engine_has_let_go() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
     device = CpuDevice()
     async with opened(settings(device=8), device=device) as cache:
@@ -126,7 +121,6 @@ async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_device() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=32), device=device) as cache:
@@ -150,7 +144,6 @@ async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_dev
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["truncate", "advance"])
 async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str) -> None:
     device = CpuDevice()
@@ -176,7 +169,6 @@ async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str)
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["adopt", "commit", "release"])
 async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
     async with opened(settings(device=12)) as cache:
@@ -198,7 +190,6 @@ async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) 
             await until(lambda: cache.statistics().device["full"].free == 8)
 
 
-@pytest.mark.asyncio
 async def test_adopted_duplicates_wait_for_the_engines_last_use() -> None:
     device = CpuDevice()
     async with opened(settings(device=12), device=device) as cache:
@@ -214,7 +205,6 @@ async def test_adopted_duplicates_wait_for_the_engines_last_use() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_commit_must_continue_what_the_lease_holds() -> None:
     async with opened(settings()) as cache:
         async with cache.lease(text(2), new_tokens=PAGE) as lease:
@@ -229,7 +219,6 @@ async def test_a_commit_must_continue_what_the_lease_holds() -> None:
         assert (await cache.match(text(3))).device == 3 * PAGE
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["commit", "release", "advance"])
 async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> None:
     device = CpuDevice()
@@ -255,7 +244,6 @@ async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> N
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_ready() -> None:
     """They are the tree's, and nobody's, while the engine may still write them: no call has named them since."""
     device = CpuDevice()
@@ -282,7 +270,6 @@ async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["load", "clone"])
 async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it(what: str) -> None:
     """An engine on the host may compute its layers as they come, and fire ``ready`` after that."""
@@ -311,7 +298,6 @@ async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -> None:
     device = CpuDevice()
     async with opened(settings(device=12, host=64), device=device) as cache:
@@ -340,7 +326,6 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_adopt_names_stands_before_loads_too() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=32), device=device) as cache:

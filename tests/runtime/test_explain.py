@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
@@ -17,7 +16,6 @@ async def tiers(cache: AsyncCache) -> list[tuple[int, int, Where]]:
     return [span[:3] for span in (await cache.explain(text(8))).spans]
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_over_three_tiers() -> None:
     backend = MemoryBackend()
     async with opened(settings(device=6, host=6, prefetch_quota=1.0), storage=backend) as cache:
@@ -40,7 +38,6 @@ async def test_a_prompt_over_three_tiers() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_storage_has_is_not_fetched_where_it_is_less_than_the_threshold() -> None:
     backend = MemoryBackend()
     config = settings(device=12, host=12, prefetch_quota=1.0, prefetch_threshold=20)
@@ -54,7 +51,6 @@ async def test_what_storage_has_is_not_fetched_where_it_is_less_than_the_thresho
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_a_prefetch_is_said_to_fetch_is_what_it_fetches() -> None:
     """Where there are windows, a prefetch leaves out the last page of a prompt that has whole pages alone."""
     backend = MemoryBackend()
@@ -71,7 +67,6 @@ async def test_what_a_prefetch_is_said_to_fetch_is_what_it_fetches() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_asking_keeps_nothing_warm() -> None:
     async with opened(settings(device=8)) as cache:
         await serve(cache, text(4))
@@ -83,7 +78,6 @@ async def test_asking_keeps_nothing_warm() -> None:
         assert (await cache.match(text(4, seed=1))).device == 4 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_components_that_end_a_match_are_named() -> None:
     async with opened(settings(swa=8, mamba=8)) as cache:
         await serve(cache, text(4), pools=("full", "swa"))
@@ -93,7 +87,6 @@ async def test_components_that_end_a_match_are_named() -> None:
         assert found.spans[0].states["mamba"] == ("absent", "absent")
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
     class Down(MemoryBackend):
         async def exists(self, keys: object) -> list[Result]:
@@ -107,7 +100,6 @@ async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_it_can_be_read_and_sent() -> None:
     async with opened(settings(host=8, eviction="lru")) as cache:
         await serve(cache, text(4))
@@ -127,7 +119,6 @@ async def taught(cache: AsyncCache) -> None:
         await serve(cache, text(8, seed=seed if seed % 5 else seed + 1000))
 
 
-@pytest.mark.asyncio
 async def test_what_the_eviction_policy_has_learned_is_told() -> None:
     async with opened(settings(device=64, eviction="p2c")) as cache:
         await serve(cache, text(8, seed=2000))
@@ -151,7 +142,6 @@ async def test_what_the_eviction_policy_has_learned_is_told() -> None:
         assert (learned.requests, learned.lessons) == (101, 1)
 
 
-@pytest.mark.asyncio
 async def test_under_lru_nothing_of_it_appears() -> None:
     async with opened(settings(device=64, eviction="lru")) as cache:
         await serve(cache, text(8))
@@ -161,7 +151,6 @@ async def test_under_lru_nothing_of_it_appears() -> None:
         assert not any("worth" in line or "learned" in line for line in found.lines())
 
 
-@pytest.mark.asyncio
 async def test_a_question_tells_ages_as_of_now() -> None:
     async with opened(settings(device=64, eviction="p2c")) as cache:
         now = 100.0

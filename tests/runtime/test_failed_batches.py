@@ -60,7 +60,6 @@ async def idle(cache: AsyncCache) -> None:
         await turns(1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", [{}, {"swa": 8}, {"mamba": 8}, {"swa": 8, "mamba": 8}], ids=str)
 async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, int]) -> None:
     device = CpuDevice()
@@ -84,7 +83,6 @@ def pages(heard: list[Notice]) -> list[Publish]:
     return [event for event in heard if isinstance(event, Publish)]
 
 
-@pytest.mark.asyncio
 async def test_what_was_announced_is_withdrawn_and_nothing_more_is_announced() -> None:
     device, heard = CpuDevice(), list[Notice]()
     config = settings(device=16, host=32, storage="memory:")
@@ -102,7 +100,6 @@ async def test_what_was_announced_is_withdrawn_and_nothing_more_is_announced() -
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_matched_pages_of_a_failed_batch_learns_of_it_and_keeps_them() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=16), device=device) as cache:
@@ -133,7 +130,6 @@ async def fail_and_wait_until_told(cache: AsyncCache, ready: HostGate) -> None:
     await until(lambda: not parts(cache).core.world.ledger.ops)
 
 
-@pytest.mark.asyncio
 async def test_what_was_committed_below_a_failed_batch_leaves_with_it() -> None:
     """By a request that matched half of it, so that a node was split, and whose own batch ran well."""
     device = CpuDevice()
@@ -155,7 +151,6 @@ async def test_what_was_committed_below_a_failed_batch_leaves_with_it() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_publishes_nothing_more_after_one_of_its_batches_has_failed() -> None:
     """Not even the pages of a batch that ran: they rest on what the first one did not compute."""
     device = CpuDevice()
@@ -175,7 +170,6 @@ async def test_a_lease_publishes_nothing_more_after_one_of_its_batches_has_faile
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_commit_that_names_a_batch_which_has_failed_already_publishes_nothing() -> None:
     device = CpuDevice()
     async with opened(settings(device=16, host=16), device=device) as cache:
@@ -192,7 +186,6 @@ async def test_a_commit_that_names_a_batch_which_has_failed_already_publishes_no
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_has_seen_a_batch_fail_finds_nothing_of_it() -> None:
     """In the same turn of the loop: no task of the cache has run since."""
     device = CpuDevice()
@@ -206,7 +199,6 @@ async def test_who_has_seen_a_batch_fail_finds_nothing_of_it() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_expected_of_its_end() -> None:
     """Without a host its pages are evicted as ever; and a request that cannot be served is refused at once."""
     device = CpuDevice()
@@ -223,7 +215,6 @@ async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_exp
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("deadline", [0.0, 5.0])
 async def test_a_batch_that_fails_while_the_cache_closes_saves_nothing(deadline: float) -> None:
     device = CpuDevice()
@@ -245,7 +236,6 @@ async def test_a_batch_that_fails_while_the_cache_closes_saves_nothing(deadline:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_never_ends_does_not_keep_the_cache_open() -> None:
     device = CpuDevice()
     cache = AsyncCache(settings(device=16), device=device)
@@ -256,7 +246,6 @@ async def test_a_batch_that_never_ends_does_not_keep_the_cache_open() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_commit_of_a_batch_that_fails_leaves_nothing() -> None:
     """Whether it was cancelled before it took the lock or not."""
     device = CpuDevice()
@@ -275,7 +264,6 @@ async def test_a_cancelled_commit_of_a_batch_that_fails_leaves_nothing() -> None
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_pages_that_the_host_had_of_a_failed_batch_are_right_when_they_are_served() -> None:
     """The commit took them over on the device, where they were lacking; what is served later is not from there."""
     device = CpuDevice()
@@ -297,7 +285,6 @@ async def test_pages_that_the_host_had_of_a_failed_batch_are_right_when_they_are
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_of_two_commits_at_once_that_go_on_differently_the_second_is_refused() -> None:
     async with opened(settings(device=16, host=16)) as cache:
         prompt = text(1)

@@ -14,8 +14,6 @@ from asynccache import ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, settled, text, turns, until
 
-pytestmark = pytest.mark.asyncio
-
 
 class QueriedEvent:
     """As an event of torch's, without its handle: it can be queried, and has no ``done``."""

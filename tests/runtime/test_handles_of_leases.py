@@ -12,8 +12,6 @@ import pytest
 from asynccache import AsyncCache, CacheFull, ConfigError, PrefetchHandle
 from tests.runtime.runtime_kit import PAGE, compute, opened, serve, settings, text
 
-pytestmark = pytest.mark.asyncio
-
 PAGES = 63
 PROMPT = text(PAGES, extra=1)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from asynccache.runtime.core_calls import holding
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text, turns
 
 
-@pytest.mark.asyncio
 async def test_keeps_that_wait_for_the_lock_together_stay_within_the_cap() -> None:
     async with opened(settings(device=16, kept_fraction=0.25)) as cache:
         await serve(cache, text(8))

@@ -31,7 +31,6 @@ from tests.runtime.runtime_kit import (
 )
 
 
-@pytest.mark.asyncio
 async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
     store, pages = MemoryBackend(), 1200
     async with opened(settings(2048, host=2048), storage=store) as cache:
@@ -50,7 +49,6 @@ async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
             assert parts(cache).core.known_hashes(space, key) == b"".join(page_hashes(tokens))
 
 
-@pytest.mark.asyncio
 async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -> None:
     """Both are handed over, as by a thread. The commit has not begun when the release runs: it publishes nothing, and
     nobody gets the pages that the engine still writes."""
@@ -71,7 +69,6 @@ async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_commit_that_nobody_awaits_does_not_free_the_pages_that_its_event_guards() -> None:
     device = CpuDevice()
     async with opened(settings(8), device=device) as cache:
@@ -85,7 +82,6 @@ async def test_a_commit_that_nobody_awaits_does_not_free_the_pages_that_its_even
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_release_during_a_commit_lets_it_publish_nothing() -> None:
     async with opened(settings()) as cache:
         tokens = text(2)
@@ -100,7 +96,6 @@ async def test_a_release_during_a_commit_lets_it_publish_nothing() -> None:
         assert (await cache.match(tokens)).device == 0
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> None:
     async with opened(settings()) as cache:
         tokens, loop = text(2), asyncio.get_running_loop()
@@ -115,7 +110,6 @@ async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> No
         assert await serve(cache, [*tokens, 1]) == 2 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
     device = CpuDevice(faults=Faults(delayed=1.0, delay=(0.3, 0.3)))
 
@@ -137,7 +131,6 @@ async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
 
@@ -161,7 +154,6 @@ async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_two_extends_at_once_both_count() -> None:
     async with opened(settings()) as cache, cache.lease(text(2)) as lease:
         async with holding(parts(cache).driver.lock):

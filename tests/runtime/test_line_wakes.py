@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from tests.runtime.runtime_kit import compute, opened, parts, settings, settled, text, turns
 from tests.runtime.test_prefetching import HeldBackend
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_that_ends_without_a_fetch_wakes_the_head() -> None:
     storage = HeldBackend()
     config = settings(device=12, host=4, mamba=3, prefetch_policy="best_effort")

@@ -51,7 +51,6 @@ async def reset(cache: AsyncCache) -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 @pytest.mark.parametrize("call", [close, detach, flush, invalidate, reset])
 async def test_between_two_slices_the_lock_is_free(
     call: Callable[[AsyncCache], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
@@ -63,7 +62,7 @@ async def test_between_two_slices_the_lock_is_free(
             await serve(cache, text(1, seed))
         await settled(cache)
         driver, holds, slices = parts(cache).driver, 0, Counter[int]()
-        locked, release = driver.locked, TreeLock.release
+        locked, release = driver.call_locked, TreeLock.release
 
         def counted(*arguments: Any, **more: Any) -> Any:
             answer = locked(*arguments, **more)
@@ -75,7 +74,7 @@ async def test_between_two_slices_the_lock_is_free(
             holds += 1
             release(lock)
 
-        driver.locked = counted  # type: ignore[method-assign]
+        driver.call_locked = counted  # type: ignore[method-assign]
         monkeypatch.setattr(TreeLock, "release", released)
         await call(cache)
         assert slices.total() >= NODES // 4 - 1
@@ -84,7 +83,6 @@ async def test_between_two_slices_the_lock_is_free(
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while_it_went_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -66,7 +66,6 @@ async def look(cache: AsyncCache) -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("use", "call"), [(enter, "lease"), (look, "match")])
 async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
     use: Callable[[AsyncCache], Awaitable[None]], call: str
@@ -83,7 +82,6 @@ async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 @pytest.mark.parametrize("call", ["commit", "extend"])
 async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: str) -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
@@ -100,7 +98,6 @@ async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: st
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
         seen = watch(cache, "lease")
@@ -113,7 +110,6 @@ async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 @pytest.mark.slow(1)
 async def test_between_two_slices_what_waits_is_applied() -> None:
     async with opened(settings(device=2404, host=2404)) as cache:
@@ -182,7 +178,6 @@ async def contend(lock: TreeLock) -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_what_the_core_decides_is_in_the_queues_before_anybody_else_runs() -> None:
     storage = MemoryBackend()
     for _ in range(2):
@@ -211,7 +206,6 @@ async def grow(lease: Lease, tokens: list[int]) -> None:
     lease.truncate(len(tokens))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("call", ["commit", "extend"])
 async def test_a_call_cancelled_at_any_turn_after_it_waited_for_the_lock_is_done_or_undone(call: str) -> None:
     async with opened(settings(device=16, host=64)) as cache:

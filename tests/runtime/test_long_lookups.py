@@ -67,7 +67,6 @@ def most(storage: Counting, verb: str) -> int:
     return max(storage.pages[verb].values(), default=0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
 async def test_a_long_prompt_is_saved_looked_up_and_read_in_many_turns(components: str) -> None:
     """Its states are not stored, so where there are any the look-up is all there is."""

@@ -25,7 +25,6 @@ async def use(cache: AsyncCache) -> None:
         await lease.commit(PROMPT)
 
 
-@pytest.mark.asyncio
 async def test_the_log_says_what_was_opened_and_what_was_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -38,7 +37,6 @@ async def test_the_log_says_what_was_opened_and_what_was_found(
         assert caplog.messages == [f"open: {ROOMS}; stores: file ({pages} pages)", "closed"]
 
 
-@pytest.mark.asyncio
 async def test_what_a_closed_cache_could_not_save_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -53,7 +51,6 @@ async def test_what_a_closed_cache_could_not_save_is_a_warning(
     )
 
 
-@pytest.mark.asyncio
 async def test_leases_that_nobody_has_left_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncCache(config(tmp_path)) as cache:
         lease = await cache.lease(PROMPT).__aenter__()
@@ -62,7 +59,6 @@ async def test_leases_that_nobody_has_left_are_a_warning(tmp_path: Path, caplog:
     assert "leases still held when the cache was closed: 1; leave every lease" in caplog.messages
 
 
-@pytest.mark.asyncio
 async def test_statistics_read_as_a_table_with_the_hit_ratio(tmp_path: Path) -> None:
     async with AsyncCache(config(tmp_path)) as cache:
         assert cache.statistics().lookups.hit_ratio == 0
@@ -81,7 +77,6 @@ async def test_statistics_read_as_a_table_with_the_hit_ratio(tmp_path: Path) -> 
     assert repr(AsyncCache(config(tmp_path))) == "AsyncCache('m', not open)"
 
 
-@pytest.mark.asyncio
 async def test_too_long_a_prompt_is_refused_by_the_call_in_tokens() -> None:
     async with AsyncCache(CacheConfig(model="m", components=(FULL,))) as cache:
         cache.lease(list(range(4096)))
@@ -93,7 +88,6 @@ async def test_too_long_a_prompt_is_refused_by_the_call_in_tokens() -> None:
             cache.lease(PROMPT, states=5)
 
 
-@pytest.mark.asyncio
 async def test_a_cache_shows_its_device_and_the_block_table_of_a_step() -> None:
     async with AsyncCache(CacheConfig(model="m", components=(FULL,))) as cache:
         assert isinstance(cache.device, CpuDevice)

@@ -52,7 +52,6 @@ def prompt(pages: int, seed: int = 0) -> list[int]:
     return text(pages, seed=seed, extra=1)
 
 
-@pytest.mark.asyncio
 async def test_what_was_never_here_and_what_is() -> None:
     async with opened(settings()) as cache:
         await serve(cache, prompt(4))
@@ -65,7 +64,6 @@ async def test_what_was_never_here_and_what_is() -> None:
         assert found.missed_requests["never_stored"] == 1
 
 
-@pytest.mark.asyncio
 async def test_evicted_from_the_device() -> None:
     async with opened(settings(device=6)) as cache:
         await serve(cache, prompt(4))
@@ -74,7 +72,6 @@ async def test_evicted_from_the_device() -> None:
         assert missed(cache) == {"never_stored": 8 * PAGE, "evicted_device": 4 * PAGE}
 
 
-@pytest.mark.asyncio
 async def test_evicted_from_the_host() -> None:
     async with opened(settings(device=6, host=6)) as cache:
         for seed in (0, 1, 2, 3, 0):
@@ -90,7 +87,6 @@ async def fill_and_push_out(cache: AsyncCache) -> None:
         await settled(cache)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("trouble", "reason"), [("down", "backend_down"), ("rotten", "checksum"), ("forgetful", "evicted_storage")]
 )
@@ -108,7 +104,6 @@ async def test_what_storage_did_not_give(trouble: str, reason: str) -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_storage_gives_is_a_hit_of_its_own() -> None:
     backend = MemoryBackend()
     async with opened(settings(device=6, host=6, prefetch_quota=1.0), storage=backend) as cache:
@@ -118,7 +113,6 @@ async def test_what_storage_gives_is_a_hit_of_its_own() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_the_quota_of_the_host_leaves_out() -> None:
     backend = MemoryBackend()
     async with opened(settings(device=6, host=6, prefetch_quota=0.5), storage=backend) as cache:
@@ -128,7 +122,6 @@ async def test_what_the_quota_of_the_host_leaves_out() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> None:
     """Pages of the window that storage has, and for which the host has no slots."""
     backend = MemoryBackend()
@@ -145,7 +138,6 @@ async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> Non
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_too_short_to_be_fetched() -> None:
     backend = MemoryBackend()
     async with opened(settings(device=6, host=6, prefetch_threshold=100), storage=backend) as cache:
@@ -155,7 +147,6 @@ async def test_too_short_to_be_fetched() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_too_late() -> None:
     backend = HeldBackend()
     async with opened(settings(device=6, host=6), storage=backend) as cache:
@@ -172,7 +163,6 @@ async def test_too_late() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_no_state_was_kept() -> None:
     async with opened(settings(mamba=8)) as cache:
         await serve(cache, prompt(4))
@@ -184,7 +174,6 @@ def test_every_reason_has_a_name_of_its_own() -> None:
     assert len({reason.name for reason in Miss}) == len(Miss) == 12
 
 
-@pytest.mark.asyncio
 async def test_what_a_prefetch_has_brought_counts_once_however_many_leases_come_with_it() -> None:
     """One after the other, or at the same time: the others find it on the host."""
     backend = MemoryBackend()

@@ -44,7 +44,6 @@ async def begun(device: Slow, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[A
     return opening
 
 
-@pytest.mark.asyncio
 async def test_the_loop_goes_on_while_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Slow()
     opening = await begun(device, monkeypatch)
@@ -57,7 +56,6 @@ async def test_the_loop_goes_on_while_memory_is_pinned(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["the call", "every task, as asyncio.run does"])
-@pytest.mark.asyncio
 async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(
     every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +86,6 @@ async def opened_turn_by_turn(device: CpuDevice) -> AsyncIterator[tuple[AsyncCac
         yield cache, opening
 
 
-@pytest.mark.asyncio
 async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_opening_has_just_ended() -> None:
     device, before = CpuDevice(), asyncio.all_tasks()
     tried = 0
@@ -104,7 +101,6 @@ async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_openin
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closed_in_any_turn_while_it_is_opened_the_opener_hears_that_it_was_closed() -> None:
     device, before = CpuDevice(), asyncio.all_tasks()
     tried = 0
@@ -119,7 +115,6 @@ async def test_closed_in_any_turn_while_it_is_opened_the_opener_hears_that_it_wa
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("turns_between", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("by", ["aclose", "cancel"])
 async def test_what_ends_an_opening_again_does_not_interrupt_its_clean_up(
@@ -153,7 +148,6 @@ async def test_what_ends_an_opening_again_does_not_interrupt_its_clean_up(
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
     device = CpuDevice()
     before = set(threading.enumerate())
@@ -181,7 +175,6 @@ async def held(cache: AsyncCache, device: CpuDevice) -> tuple[Lease, HostGate]:
     return await cache.lease(text(4, extra=1)).__aenter__(), gate
 
 
-@pytest.mark.asyncio
 async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
@@ -198,7 +191,6 @@ async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> No
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
     monkeypatch.setattr(head_module, "MOMENT", 0.05)
@@ -209,7 +201,6 @@ async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(mon
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_streams_back() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
@@ -226,7 +217,6 @@ async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_str
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_is_refused_while_another_is_on_its_way_ends_the_cache() -> None:
     """The worker waits for the first, and could not tell."""
     device = CpuDevice()

@@ -68,7 +68,6 @@ class Held:
         return gate
 
 
-@pytest.mark.asyncio
 async def test_a_failed_load_wakes_the_head() -> None:
     """The lease whose load failed is not released: what it gave up is enough for the next."""
     async with Held() as held, opened(settings(device=8, host=16), device=held.device) as cache:
@@ -100,7 +99,6 @@ class HeldReads(MemoryBackend):
         return await super().get(keys, records)
 
 
-@pytest.mark.asyncio
 async def test_a_revoked_prefetch_wakes_the_next_one_and_a_lease_that_waits_for_it() -> None:
     storage = HeldReads()
     async with opened(settings(device=16, host=16), storage=storage) as cache:
@@ -123,7 +121,6 @@ async def test_a_revoked_prefetch_wakes_the_next_one_and_a_lease_that_waits_for_
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fails", [False, True], ids=["they arrive", "their load fails"])
 async def test_a_commit_waits_for_pages_on_their_way_that_it_does_not_hold(fails: bool) -> None:
     """Somebody else is loading what this request has computed meanwhile: its own pages become duplicates, or, when
@@ -160,7 +157,6 @@ async def on_the_host_of_others(cache: AsyncCache) -> None:
 # retention
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_that_is_said_to_have_ended_goes_before_older_ones_and_leaves_what_is_shared() -> None:
     async with opened(settings(device=14)) as cache:
         shared = text(2, seed=1)
@@ -174,7 +170,6 @@ async def test_a_conversation_that_is_said_to_have_ended_goes_before_older_ones_
         assert (await cache.match(shared + text(4, seed=3))).device == 2 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_without_a_hint_the_least_recently_used_goes_first() -> None:
     async with opened(settings(device=14)) as cache:
         shared = text(2, seed=1)
@@ -196,7 +191,6 @@ def policy(name: str, **more: object) -> CacheConfig:
     return settings(device=20, host=40, write_policy=name, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.asyncio
 async def test_write_through_saves_what_is_committed() -> None:
     async with opened(policy("write_through")) as cache:
         await serve(cache, text(4))
@@ -204,7 +198,6 @@ async def test_write_through_saves_what_is_committed() -> None:
         assert backed_up(cache) == 4
 
 
-@pytest.mark.asyncio
 async def test_selective_saves_what_is_committed_twice_and_counts_a_requests_chunks_once() -> None:
     async with opened(policy("write_through_selective")) as cache:
         async with cache.lease(text(6)) as lease:
@@ -219,7 +212,6 @@ async def test_selective_saves_what_is_committed_twice_and_counts_a_requests_chu
         assert (await cache.match(text(6))).device == 6 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_write_back_saves_the_coldest_when_free_pages_run_low() -> None:
     async with opened(policy("write_back", write_back_watermark=0.3)) as cache:
         for seed in range(3):

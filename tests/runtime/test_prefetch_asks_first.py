@@ -58,7 +58,6 @@ def operations(cache: AsyncCache) -> int:
     return cache.statistics().core.operations["prefetch"]
 
 
-@pytest.mark.asyncio
 async def test_one_of_which_storage_has_nothing_does_not_wait_for_the_fetches_of_others() -> None:
     async with warm(prefetch_quota=0.25) as (cache, storage):
         storage.hold()
@@ -75,7 +74,6 @@ async def test_one_of_which_storage_has_nothing_does_not_wait_for_the_fetches_of
         assert [(await handle).tokens for handle in (hung, in_line)] == [4 * PAGES] * 2
 
 
-@pytest.mark.asyncio
 async def test_a_question_that_hangs_has_no_page_no_pin_and_no_operation() -> None:
     async with warm() as (cache, storage):
         await serve(cache, text(2))
@@ -91,7 +89,6 @@ async def test_a_question_that_hangs_has_no_page_no_pin_and_no_operation() -> No
         assert (await handle).tokens == 4 * (PAGES - 2)
 
 
-@pytest.mark.asyncio
 async def test_what_storage_has_says_how_much_room_is_needed() -> None:
     """Of a prompt of twelve pages it has six, and no more room than that is there."""
     async with warm(prefetch_quota=1.0, host=12) as (cache, storage):
@@ -105,7 +102,6 @@ async def test_what_storage_has_says_how_much_room_is_needed() -> None:
         assert (await second).status is PrefetchStatus.PARTIAL
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("common", [0, PAGES - 1, PAGES])
 async def test_one_asks_for_all_who_want_the_same_pages(common: int) -> None:
     """Also if it hears that there is nothing: then it is the same for the others, whatever their prompts go on with."""
@@ -116,7 +112,6 @@ async def test_one_asks_for_all_who_want_the_same_pages(common: int) -> None:
         assert len(storage.questions) == (1 if common else 5)
 
 
-@pytest.mark.asyncio
 async def test_of_those_who_share_a_fetch_each_fetches_what_is_its_own() -> None:
     prompts = [text(3) + text(3, 90 + turn) for turn in range(3)]
     async with warm([*prompts]) as (cache, _):
@@ -125,7 +120,6 @@ async def test_of_those_who_share_a_fetch_each_fetches_what_is_its_own() -> None
         assert cache.statistics().stages["prefetch"].pages == 3 + 3 * 3, "what they share was read once"
 
 
-@pytest.mark.asyncio
 async def test_pages_that_the_tree_lost_after_the_question_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with warm(host=8, device=8, prefetch_quota=1.0) as (cache, _):
         await serve(cache, text(3))
@@ -150,7 +144,6 @@ async def test_pages_that_the_tree_lost_after_the_question_are_asked_for(monkeyp
         assert late[0].shape.anchor == 0
 
 
-@pytest.mark.asyncio
 async def test_behind_a_fetch_that_hangs_with_the_quota_a_prefetch_begins_after_its_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +160,6 @@ async def test_behind_a_fetch_that_hangs_with_the_quota_a_prefetch_begins_after_
         assert (await hung).tokens == 4 * PAGES
 
 
-@pytest.mark.asyncio
 async def test_nobody_joins_a_fetch_that_was_given_up() -> None:
     async with warm() as (cache, storage):
         storage.hold()
@@ -181,7 +173,6 @@ async def test_nobody_joins_a_fetch_that_was_given_up() -> None:
         assert (await hung).status is PrefetchStatus.CANCELLED
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_that_is_a_miss_claims_what_the_host_has_of_its_prompt() -> None:
     async with warm(host=8, device=16, prefetch_quota=1.0) as (cache, _):
         await (brought := cache.prefetch(text(PAGES)))

@@ -39,14 +39,12 @@ def pinned(cache: AsyncCache) -> int:
     return host.capacity - host.free - host.evictable
 
 
-@pytest.mark.asyncio
 async def test_many_at_a_time_on_a_small_host_hit_as_much_as_one_at_a_time() -> None:
     async with warm(host=8) as (cache, _):
         hits = await asyncio.gather(*(serve(cache, text(PAGES, seed, extra=1)) for seed in range(TEXTS)))
         assert hits == [4 * PAGES] * TEXTS
 
 
-@pytest.mark.asyncio
 async def test_a_handle_keeps_what_it_brought_until_its_lease_is_granted() -> None:
     async with warm(host=8) as (cache, _):
         handle = cache.prefetch(text(PAGES, extra=1))
@@ -66,7 +64,6 @@ async def _prefetched(cache: AsyncCache, seed: int) -> int:
     return (await cache.prefetch(text(PAGES, seed))).tokens
 
 
-@pytest.mark.asyncio
 async def test_what_was_on_the_host_already_is_kept_too() -> None:
     async with warm(host=8) as (cache, _):
         assert await _prefetched(cache, 0)
@@ -80,7 +77,6 @@ async def test_what_was_on_the_host_already_is_kept_too() -> None:
         assert pinned(cache) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_handle_that_is_cancelled_or_dropped_keeps_nothing() -> None:
     async with warm(host=16) as (cache, _):
         handles = [cache.prefetch(text(PAGES, seed)) for seed in range(2)]
@@ -94,7 +90,6 @@ async def test_a_handle_that_is_cancelled_or_dropped_keeps_nothing() -> None:
         assert pinned(cache) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_handle_that_no_lease_takes_keeps_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynccache.runtime.prefetch.HELD_FOR", 0.05)
     async with warm(host=16, device=12) as (cache, _):
@@ -110,7 +105,6 @@ async def test_a_handle_that_no_lease_takes_keeps_nothing_for_ever(monkeypatch: 
         lease.release()
 
 
-@pytest.mark.asyncio
 async def test_each_of_those_who_share_a_fetch_has_a_claim() -> None:
     async with warm(host=16) as (cache, storage):
         storage.hold()
@@ -127,7 +121,6 @@ async def test_each_of_those_who_share_a_fetch_has_a_claim() -> None:
         assert pinned(cache) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_lease_that_gives_up_leaves_the_claim_to_the_next_one() -> None:
     async with warm(host=16, device=12) as (cache, _):
         async with cache.lease(text(12, seed=9)):
@@ -143,7 +136,6 @@ async def test_a_lease_that_gives_up_leaves_the_claim_to_the_next_one() -> None:
         assert pinned(cache) == 0
 
 
-@pytest.mark.asyncio
 async def test_closing_does_not_wait_for_those_who_never_came() -> None:
     async with warm(host=8, idle=False) as (cache, _):
         handle = cache.prefetch(text(PAGES))
@@ -153,7 +145,6 @@ async def test_closing_does_not_wait_for_those_who_never_came() -> None:
         assert not cache.core.active_claims()
 
 
-@pytest.mark.asyncio
 async def test_an_invalidated_handle_keeps_nothing() -> None:
     async with warm(host=8) as (cache, _):
         handle = cache.prefetch(text(PAGES))
@@ -163,7 +154,6 @@ async def test_an_invalidated_handle_keeps_nothing() -> None:
         assert (await handle).tokens == 4 * PAGES
 
 
-@pytest.mark.asyncio
 async def test_the_head_of_the_line_waits_for_room_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "PATIENCE", 0.02)
     async with warm(host=8, device=12) as (cache, _):
@@ -180,7 +170,6 @@ async def test_the_head_of_the_line_waits_for_room_only_so_long(monkeypatch: pyt
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
     storage = HeldBackend()
     async with opened(settings(device=64, host=64), storage=storage) as cache:
@@ -213,7 +202,6 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_gets_claims_out_of_its_way() -> None:
     async with warm(host=8, device=8) as (cache, _):
         handle = cache.prefetch(text(PAGES))

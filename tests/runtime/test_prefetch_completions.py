@@ -67,7 +67,6 @@ def committing_tasks(cache: AsyncCache) -> Iterator[list[str]]:
     core.prefetch_commit = usual  # type: ignore[method-assign]
 
 
-@pytest.mark.asyncio
 async def test_no_fetch_commits_by_itself() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         with committing_tasks(cache) as names:
@@ -77,7 +76,6 @@ async def test_no_fetch_commits_by_itself() -> None:
         assert set(names) == {"asynccache-acks"}
 
 
-@pytest.mark.asyncio
 async def test_a_completion_waits_in_the_queue_until_somebody_takes_the_lock() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         driver = parts(cache).driver
@@ -91,7 +89,6 @@ async def test_a_completion_waits_in_the_queue_until_somebody_takes_the_lock() -
         assert await handle == (PrefetchStatus.COMPLETE, 24, "")
 
 
-@pytest.mark.asyncio
 async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_at_once() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         async with queued(cache) as handle:
@@ -103,7 +100,6 @@ async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_a
         assert (await cache.match(text(6))).host == 0
 
 
-@pytest.mark.asyncio
 async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_and_says_so() -> None:
     device = CpuDevice()
     async with stored() as storage, opened(config(), device=device, storage=storage) as cache:
@@ -124,7 +120,6 @@ async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_an
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_a_completion_hears_why_the_cache_closed() -> None:
     async with stored() as storage:
         device = CpuDevice()

@@ -17,7 +17,6 @@ from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, t
 from tests.runtime.test_prefetching import HeldBackend, stored
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("wish", "status"), [(Wish.STOP, PrefetchStatus.MISS), (Wish.CANCEL, PrefetchStatus.CANCELLED)]
 )
@@ -40,7 +39,6 @@ async def test_a_handle_that_is_told_while_it_waits_for_the_lock_reads_nothing(
         assert cache.statistics().host["full"].free == 32
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("wish", [Wish.STOP, Wish.CANCEL])
 async def test_a_handle_that_ends_while_another_asks_for_it_stops_nobody_elses_fetch(wish: Wish) -> None:
     config = settings(device=16, host=32, prefetch_policy=PrefetchPolicy.BEST_EFFORT)
@@ -67,7 +65,6 @@ class Buggy(HeldBackend):
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_a_prefetch_gives_up_when_what_it_hangs_on_does_not_stay_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -88,7 +85,6 @@ async def test_a_prefetch_gives_up_when_what_it_hangs_on_does_not_stay_on_the_ho
         assert 1 < tried < 10
 
 
-@pytest.mark.asyncio
 async def test_the_cache_goes_on_without_a_store_that_raises_anything() -> None:
     storage = Buggy()
     async with opened(settings(device=16, host=32), storage=storage) as cache:

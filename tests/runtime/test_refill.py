@@ -45,7 +45,6 @@ async def second_life(folder: Path, name: str, *prompts: list[int]) -> list[int]
         return [await answer(cache, name, prompt) for prompt in prompts]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", MODELS)
 async def test_a_prompt_hits_the_same_whoever_came_first(name: str, tmp_path: Path) -> None:
     for folder in ("alone", "after"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import PrefetchStatus
@@ -27,7 +26,6 @@ class SlowClears(MemoryBackend):
         await super().clear()
 
 
-@pytest.mark.asyncio
 async def test_what_is_published_while_storage_is_cleared_is_stored_afterwards() -> None:
     storage = SlowClears()
     async with opened(settings(host=32), storage=storage) as cache:
@@ -48,7 +46,6 @@ async def test_what_is_published_while_storage_is_cleared_is_stored_afterwards()
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_the_first_of_two_resets_to_finish_does_not_end_the_other() -> None:
     storage = SlowClears()
     async with opened(settings(host=32), storage=storage) as cache:
@@ -68,7 +65,6 @@ async def test_the_first_of_two_resets_to_finish_does_not_end_the_other() -> Non
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_backup_held_back_before_the_tree_is_forgotten_is_never_stored() -> None:
     storage, device = SlowClears(), CpuDevice()
     storage.permits.release()

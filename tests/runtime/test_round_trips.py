@@ -82,7 +82,6 @@ async def serve_all(cache: AsyncCache, tokens: Sequence[int]) -> int:
         return lease.cached
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["memory", "file"])
 async def test_pages_and_states_come_back_from_storage_in_a_cache_that_never_computed_them(
     where: str, tmp_path: Path
@@ -106,7 +105,6 @@ async def test_pages_and_states_come_back_from_storage_in_a_cache_that_never_com
         await memory.aclose()
 
 
-@pytest.mark.asyncio
 async def test_pages_and_states_come_back_from_the_host() -> None:
     async with opened(all_three(device=12, swa=12, mamba=4)) as cache:
         for seed in range(4):
@@ -120,7 +118,6 @@ async def test_pages_and_states_come_back_from_the_host() -> None:
             assert_everything(cache, lease, text(6, 0))
 
 
-@pytest.mark.asyncio
 async def test_what_a_request_makes_of_its_state_is_not_what_the_next_one_gets() -> None:
     async with opened(all_three()) as cache:
         await serve_all(cache, text(4, extra=1))
@@ -131,7 +128,6 @@ async def test_what_a_request_makes_of_its_state_is_not_what_the_next_one_gets()
                 write(cache, "mamba", int(lease.states[0]), page_hashes(text(1, seed))[0])
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_goes_on_after_a_restart_and_the_next_restart_has_all_of_it() -> None:
     storage = MemoryBackend()
     for turn in range(1, 4):
@@ -142,7 +138,6 @@ async def test_a_conversation_goes_on_after_a_restart_and_the_next_restart_has_a
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("own", [0, 1])
 async def test_ten_requests_for_a_stored_prefix_read_each_page_and_state_once(own: int) -> None:
     """``own``: pages that each of them has behind the shared ones, which nothing has stored."""
@@ -175,7 +170,6 @@ async def test_ten_requests_for_a_stored_prefix_read_each_page_and_state_once(ow
     await storage.inner.aclose()
 
 
-@pytest.mark.asyncio
 async def test_ten_requests_for_an_evicted_prefix_load_each_page_and_state_once() -> None:
     async with opened(all_three(device=24, swa=24)) as cache:
         await serve_all(cache, text(6, extra=1))
@@ -212,7 +206,6 @@ class FailingLoads(CpuDevice):
             self._fates = others
 
 
-@pytest.mark.asyncio
 async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() -> None:
     device = FailingLoads()
     async with opened(all_three(device=24, swa=24), device=device) as cache:

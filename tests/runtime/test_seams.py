@@ -16,7 +16,6 @@ from asynccache.runtime.head import FREEZE_EVERY
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 
-@pytest.mark.asyncio
 async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
     async with opened(settings(host=16)) as cache:
         driver = parts(cache).driver
@@ -29,7 +28,6 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_the_ack_task_drains_everything_at_once() -> None:
     async with opened(settings(device=64, host=64)) as cache:
         driver, calls = parts(cache).driver, []
@@ -52,7 +50,6 @@ async def test_the_ack_task_drains_everything_at_once() -> None:
         assert len(calls) == 1
 
 
-@pytest.mark.asyncio
 async def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> None:
     async with opened(settings(freeze_gc=True)) as cache:
         head = parts(cache)

@@ -15,7 +15,6 @@ FULL = Full(bytes_per_token=64, device_tokens=1024, host_tokens=2048)
 PROMPT = list(range(500))
 
 
-@pytest.mark.asyncio
 async def test_what_a_request_waits_for_stands_under_the_request(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
@@ -44,7 +43,6 @@ async def test_what_a_request_waits_for_stands_under_the_request(tmp_path: Path)
     assert dict(spans["asynccache.load"].attributes or {}) == {"asynccache.tokens": 496}
 
 
-@pytest.mark.asyncio
 async def test_writes_to_stores_have_spans_of_their_own(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

@@ -32,7 +32,6 @@ class Boom(Exception):
     pass
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_hangs() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
@@ -69,7 +68,6 @@ def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
     raise Boom("the worker")
 
 
-@pytest.mark.asyncio
 async def test_the_users_task_is_not_cancelled_when_a_worker_dies() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -89,7 +87,6 @@ class CpuDeviceOf:
         await self.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_aclose_works_from_any_task_and_again() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -100,7 +97,6 @@ async def test_aclose_works_from_any_task_and_again() -> None:
                 pass
 
 
-@pytest.mark.asyncio
 async def test_cancelling_aclose_stops_the_waiting_and_closing_goes_on() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(host=16), device=device).__aenter__()
@@ -122,7 +118,6 @@ def begin(work: Coroutine[Any, Any, Any]) -> None:
     work.close()
 
 
-@pytest.mark.asyncio
 async def test_another_threads_call_raises() -> None:
     async with opened(settings(host=16)) as cache:
         await serve(cache, text(2))
@@ -153,7 +148,6 @@ async def test_another_threads_call_raises() -> None:
         kept.release()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> None:
     async with opened(settings()) as cache:
         tokens = text(3)
@@ -173,7 +167,6 @@ async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> No
             assert again.cached == 12
 
 
-@pytest.mark.asyncio
 async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> None:
     async with opened(settings()) as cache:
         loop = asyncio.get_running_loop()
@@ -187,7 +180,6 @@ async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> N
         assert (await cache.match(text(2))).device == 0
 
 
-@pytest.mark.asyncio
 async def test_a_core_that_refuses_an_outcome_closes_the_cache() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()

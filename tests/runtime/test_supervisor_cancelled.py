@@ -14,7 +14,6 @@ from tests.runtime.runtime_kit import parts, serve, settings, text, until
 from tests.simulated.loop import SimulatedLoop, simulate
 
 
-@pytest.mark.asyncio
 async def test_every_waiter_hears_of_a_supervisor_that_was_cancelled() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(device=8), device=device).__aenter__()
@@ -34,7 +33,6 @@ async def test_every_waiter_hears_of_a_supervisor_that_was_cancelled() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_subscriber_that_raises_a_cancellation_closes_the_cache_as_any_error_of_it_does() -> None:
     def subscriber(notice: object) -> None:
         raise asyncio.CancelledError
@@ -48,7 +46,6 @@ async def test_a_subscriber_that_raises_a_cancellation_closes_the_cache_as_any_e
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_somebody_cancels_has_died_and_the_others_end() -> None:
     deaths: list[BaseException] = []
     supervisor = Supervisor(deaths.append)
@@ -65,7 +62,6 @@ async def test_a_worker_that_somebody_cancels_has_died_and_the_others_end() -> N
     assert not len(supervisor)
 
 
-@pytest.mark.asyncio
 async def test_a_supervisor_that_stops_when_told_did_not_die() -> None:
     deaths: list[BaseException] = []
     supervisor = Supervisor(deaths.append)

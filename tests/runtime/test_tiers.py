@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.core.audit import check
@@ -23,7 +22,6 @@ from tests.runtime.runtime_kit import (
 )
 
 
-@pytest.mark.asyncio
 async def test_what_is_on_the_device_is_a_hit() -> None:
     async with opened(settings()) as cache:
         assert await serve(cache, text(4)) == 0
@@ -31,14 +29,12 @@ async def test_what_is_on_the_device_is_a_hit() -> None:
         assert (await cache.match(text(4))).device == 4 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_at_least_one_token_of_a_prompt_is_computed() -> None:
     async with opened(settings()) as cache:
         await serve(cache, text(4))
         assert await serve(cache, text(4)) == 3 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_pages_come_back_from_the_host() -> None:
     async with opened(settings(device=8, host=64)) as cache:
         for seed in range(6):
@@ -49,7 +45,6 @@ async def test_pages_come_back_from_the_host() -> None:
         assert cache.statistics().stages["load_back"].pages >= 5 * 6
 
 
-@pytest.mark.asyncio
 async def test_pages_come_back_from_storage_in_a_fresh_cache() -> None:
     storage = MemoryBackend()
     async with opened(settings(device=16, host=32), storage=storage) as cache:
@@ -67,7 +62,6 @@ async def test_pages_come_back_from_storage_in_a_fresh_cache() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_saves_everything() -> None:
     storage = MemoryBackend()
     async with opened(settings(host=32), storage=storage, idle=False) as cache:
@@ -81,7 +75,6 @@ async def test_closing_saves_everything() -> None:
 POOLS = ("full", "swa")
 
 
-@pytest.mark.asyncio
 async def test_sliding_window_pages_come_back_from_host_and_storage() -> None:
     storage = MemoryBackend()
     async with opened(settings(device=16, host=64, swa=16), storage=storage) as cache:
@@ -96,7 +89,6 @@ async def test_sliding_window_pages_come_back_from_host_and_storage() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_ten_requests_for_an_evicted_prefix_cause_one_load() -> None:
     async with opened(settings(device=24, host=32)) as cache:
         await serve(cache, text(6))
@@ -117,7 +109,6 @@ async def test_ten_requests_for_an_evicted_prefix_cause_one_load() -> None:
         assert (load_back.ops, load_back.pages) == (1, 6)
 
 
-@pytest.mark.asyncio
 async def test_ten_requests_for_a_stored_prefix_cause_one_fetch() -> None:
     storage = MemoryBackend()
     async with opened(settings(device=24, host=32), storage=storage) as cache:
@@ -138,7 +129,6 @@ async def test_ten_requests_for_a_stored_prefix_cause_one_fetch() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_waits_layer_by_layer() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=16), device=device) as cache:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Full
+from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.runtime import tokens as tokens_module
-from asynccache.runtime.tokens import Chain, as_key, namespace_digest
+from asynccache.runtime.tokens import Chain, as_key
 
 KEY = np.array([1, 2, 3, 70_000], "<i4").tobytes()
 
@@ -96,7 +97,6 @@ def by_hand(space: bytes, key: bytes, page_bytes: int) -> bytes:
     return hashes
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("page_size", [4, 16, 512], ids=["4", "16", "512 in a thread"])
 async def test_a_chain_grows_from_what_it_knows(page_size: int) -> None:
     space, key = namespace_digest("m", page_size), np.arange(page_size * 40 + 3, dtype=np.int32).tobytes()
@@ -111,15 +111,13 @@ async def test_a_chain_grows_from_what_it_knows(page_size: int) -> None:
     assert await chain.extend(other) == by_hand(space, other, page_size * 4)
 
 
-@pytest.mark.asyncio
 async def test_long_keys_are_hashed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     key = np.arange(16 * 1000, dtype=np.int32).tobytes()
     sizes: list[int] = []
-    extend = tokens_module.extend_chain
 
     def spy(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
         sizes.append((stop - start) // page_bytes)
-        return extend(parent, key, start, stop, page_bytes)
+        return extend_chain(parent, key, start, stop, page_bytes)
 
     monkeypatch.setattr(tokens_module, "extend_chain", spy)
     turns, done = 0, False
@@ -145,7 +143,6 @@ def test_a_namespace_that_is_neither_text_nor_bytes_is_refused(namespace: object
         namespace_digest("m", 16, namespace)
 
 
-@pytest.mark.asyncio
 async def test_a_bad_namespace_is_told_at_every_door_and_nothing_is_left() -> None:
     config = CacheConfig(model="m", components=(Full(bytes_per_token=1, device_tokens=64),))
     bad: Any = 5

@@ -29,7 +29,6 @@ def splits(cache: AsyncCache) -> int:
     return cache.statistics().core.splits
 
 
-@pytest.mark.asyncio
 async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -38,7 +37,7 @@ async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -
     node = next(iter(core.world.roots.values())).children
     assert node
     with pytest.raises(InvariantViolation, match="tree lock"):
-        driver.unlocked(core.world.split, next(iter(node.values())), 2)
+        driver.call_unlocked(core.world.split, next(iter(node.values())), 2)
     assert splits(cache) == 0
     assert cache.closed is not None
     assert "tree lock" in cache.closed
@@ -48,19 +47,17 @@ async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
     with pytest.raises(InvariantViolation, match="nobody holds the tree lock"):
-        parts(cache).driver.locked(parts(cache).core.drain, parts(cache).core.walk())
+        parts(cache).driver.call_locked(parts(cache).core.drain, parts(cache).core.walk())
     assert cache.closed is not None
     await cache.aclose()
     await device.aclose()
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tree_lock() -> None:
     """Also if that task was handed the lock by another one. The tests see to that; the runtime saves the cost."""
     async with opened(settings(device=16)) as cache:
@@ -69,26 +66,25 @@ async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tre
 
         async def hold() -> None:
             async with holding(driver.lock):
-                driver.perform(driver.locked(driver.core.follow_up))
+                driver.perform(driver.call_locked(driver.core.follow_up))
                 handed.set()
                 await turns(3)
 
         async with holding(driver.lock):
-            driver.perform(driver.locked(driver.core.follow_up))
+            driver.perform(driver.call_locked(driver.core.follow_up))
             holder = asyncio.ensure_future(hold())
             gives_up = asyncio.ensure_future(hold())
             await turns(3)
             gives_up.cancel()
         await handed.wait()
         with pytest.raises(InvariantViolation, match="holds the tree lock"):
-            driver.locked(driver.core.follow_up)
+            driver.call_locked(driver.core.follow_up)
         await holder
         assert not driver.lock.locked()
         assert cache.closed is None
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_every_split_happens_while_the_lock_is_held_also_when_nobody_contends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,13 +111,13 @@ def play_all() -> None:
 
 
 def without_the_lock(driver: Driver, call: Callable[..., Any], *arguments: Any) -> Any:
-    return driver.unlocked(call, *arguments)
+    return driver.call_unlocked(call, *arguments)
 
 
 @pytest.mark.source
 def test_the_worlds_find_a_commit_that_does_not_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core call made as if it could not split: some world splits a node in it."""
-    monkeypatch.setattr(Driver, "locked", without_the_lock)
+    monkeypatch.setattr(Driver, "call_locked", without_the_lock)
     with pytest.raises(BaseException) as caught:
         play_all()
     assert "tree lock" in everything(caught.value)
@@ -138,7 +134,6 @@ def everything(error: BaseException | None) -> str:
 # what cannot await leaves its work to the next holder
 
 
-@pytest.mark.asyncio
 async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does() -> None:
     async with opened(settings(device=16)) as cache:
         lease = await cache.lease(text(4)).__aenter__()
@@ -152,7 +147,6 @@ async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does() -
         assert not parts(cache).core.behind
 
 
-@pytest.mark.asyncio
 async def test_where_nobody_takes_the_lock_the_ack_task_follows_up() -> None:
     async with opened(settings(device=16)) as cache:
         lease = await cache.lease(text(4)).__aenter__()
@@ -182,7 +176,6 @@ def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
 # the queue of outcomes
 
 
-@pytest.mark.asyncio
 async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_the_lock_first() -> None:
     async with opened(settings(host=16)) as cache:
         driver = parts(cache).driver
@@ -208,7 +201,6 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
             assert cache.statistics().core.operations["backup_host"] == 0
 
 
-@pytest.mark.asyncio
 async def test_a_grant_waits_for_no_queue() -> None:
     """However many outcomes wait, whoever finds the lock free applies them and is granted without one turn."""
     async with opened(settings(device=64, host=64)) as cache:
@@ -246,7 +238,6 @@ class SlowReads(MemoryBackend):
         return await super().get(keys, records)
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothing_waits_behind_it() -> None:
     storage, device = SlowReads(), CpuDevice()
     async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:
@@ -276,7 +267,6 @@ async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothin
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back() -> None:
     storage, device = SlowReads(), CpuDevice()
     async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:

@@ -12,7 +12,6 @@ from asynccache.runtime.driver import TreeLock
 from tests.runtime.runtime_kit import turns
 
 
-@pytest.mark.asyncio
 async def test_it_is_taken_without_an_await_while_it_is_free_and_not_otherwise() -> None:
     lock = TreeLock()
     assert lock.take()
@@ -30,7 +29,6 @@ def test_releasing_what_nobody_holds_is_a_bug() -> None:
         TreeLock().release()
 
 
-@pytest.mark.asyncio
 async def test_it_passes_on_in_the_order_of_arrival_and_is_never_free_in_between() -> None:
     lock, order = TreeLock(), list[int]()
 
@@ -49,7 +47,6 @@ async def test_it_passes_on_in_the_order_of_arrival_and_is_never_free_in_between
     assert not lock.locked()
 
 
-@pytest.mark.asyncio
 async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_lock() -> None:
     lock = TreeLock()
     lock.take()
@@ -65,7 +62,6 @@ async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_l
     assert not lock.locked()
 
 
-@pytest.mark.asyncio
 async def test_a_coroutine_that_is_closed_while_it_waits_hands_nobody_elses_lock_on() -> None:
     lock = TreeLock()
     lock.take()
@@ -80,7 +76,6 @@ async def test_a_coroutine_that_is_closed_while_it_waits_hands_nobody_elses_lock
     await waits
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(20))
 async def test_never_two_holders_and_never_nobody_while_somebody_waits(seed: int) -> None:
     random, lock, inside, served = Random(seed), TreeLock(), 0, 0

@@ -26,8 +26,6 @@ from tests.runtime.runtime_kit import (
     turns,
 )
 
-pytestmark = pytest.mark.asyncio
-
 PROMPT = text(6, extra=1)
 REFUSAL = r"^commit: nobody has waited for the pages .* await loaded\(\)"
 

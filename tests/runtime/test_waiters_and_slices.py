@@ -13,15 +13,15 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
 from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.plan import More, Status, Wait
+from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.runtime import tokens as tokens_module
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, PrefetchHandle
 from asynccache.runtime.save import unsaved
-from asynccache.runtime.tokens import Chain, namespace_digest
+from asynccache.runtime.tokens import Chain
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 
-@pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
     async with opened(settings()) as cache:
         prefetch = Prefetch(parts(cache).prefetches, b"", b"", CachedOnArrival(0, 0))
@@ -40,17 +40,15 @@ async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told(
         assert await asyncio.wait_for(two, 60) == PrefetchResult(PrefetchStatus.MISS, 0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("page_size", "on_the_loop"), [(1, True), (16, True), (511, True), (512, False)])
 async def test_small_pages_are_hashed_on_the_loop_a_few_at_a_time_and_large_ones_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, page_size: int, on_the_loop: bool
 ) -> None:
     calls: list[tuple[int, int]] = []
-    extend = tokens_module.extend_chain
 
     def spy(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
         calls.append((threading.get_ident(), stop - start))
-        return extend(parent, key, start, stop, page_bytes)
+        return extend_chain(parent, key, start, stop, page_bytes)
 
     monkeypatch.setattr(tokens_module, "extend_chain", spy)
     pages = 200
@@ -77,7 +75,6 @@ class Sliced:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_an_extend_that_is_cancelled_between_slices_is_finished_and_then_cancelled() -> None:
     async with opened(settings(device=8)) as cache:
         async with cache.lease(text(2)) as lease:
@@ -95,7 +92,6 @@ async def test_an_extend_that_is_cancelled_between_slices_is_finished_and_then_c
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_a_lease_cancelled_while_it_asks_in_slices_whether_to_stop_its_prefetch_ends_there() -> None:
     storage = MemoryBackend()
     async with opened(settings(device=16, host=16), storage=storage) as cache:
@@ -128,7 +124,6 @@ async def test_a_lease_cancelled_while_it_asks_in_slices_whether_to_stop_its_pre
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
     async with opened(settings(device=8)) as cache:
         await serve(cache, text(2))
@@ -144,7 +139,6 @@ async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_waits_for_has_ended() -> None:
     async with opened(settings(device=8)) as cache:
         driver, core = parts(cache).driver, parts(cache).core
@@ -167,7 +161,6 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
         assert (await cache.match(text(2))).device == 2 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_a_survey_that_waits_for_the_tree_asks_about_what_came_meanwhile() -> None:
     async with opened(settings()) as cache:
         driver, key = parts(cache).driver, np.array(text(2), "<i4").tobytes()

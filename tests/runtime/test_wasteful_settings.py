@@ -49,7 +49,6 @@ def test_others_are_not(settings: CoreConfig) -> None:
     assert wasted(settings) == ()
 
 
-@pytest.mark.asyncio
 async def test_it_is_said_when_the_cache_is_opened(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "asynccache"):
         async with opened(settings(device=16, host=8, write_back_watermark=1.0)):

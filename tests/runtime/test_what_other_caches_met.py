@@ -37,7 +37,6 @@ async def ends_at(cache: AsyncCache, tokens: list[int], *ends: int) -> None:
 
 
 @pytest.mark.parametrize("components", ["full", "full+swa", "full+swa+mamba"])
-@pytest.mark.asyncio
 async def test_a_prompt_of_exactly_n_pages_that_only_storage_has_hits_all_but_the_page_that_it_computes(
     components: str,
 ) -> None:
@@ -61,7 +60,6 @@ async def test_a_prompt_of_exactly_n_pages_that_only_storage_has_hits_all_but_th
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_of_a_first_seen_prompt_that_leaves_between_two_chunks_every_chunk_so_far_is_found_on_each_tier() -> None:
     """SGLang#39444: prefixes of a prompt in chunks were written when the prompt ended, and it never did."""
     storage, prompt = MemoryBackend(), text(9)
@@ -88,7 +86,6 @@ async def test_of_a_first_seen_prompt_that_leaves_between_two_chunks_every_chunk
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_state_and_kv_of_one_end_are_those_of_that_end_after_the_host_and_after_storage() -> None:
     """SGLang#39830: a state of one end beside the KV of another. Two ends on one path, each through L2, then L3."""
     storage, long = MemoryBackend(), text(8, extra=1)
@@ -112,7 +109,6 @@ async def test_state_and_kv_of_one_end_are_those_of_that_end_after_the_host_and_
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.asyncio
 async def test_an_inner_state_that_the_device_gave_up_while_its_kv_stayed_comes_from_the_host(policy: str) -> None:
     """SGLang#40680: an inner state was dropped under write_back, and nothing below it could be served any more."""
     more: dict[str, Any] = {"device": 64, "swa": 64, "mamba": 6, "write_policy": policy}

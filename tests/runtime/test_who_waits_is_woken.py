@@ -230,7 +230,6 @@ def test_a_cache_that_closes_lets_nobody_wait() -> None:
     simulate(main, 1)
 
 
-@pytest.mark.asyncio
 async def test_who_grows_in_vain_waits_in_no_line_and_leaves_nothing_behind_when_it_is_cancelled() -> None:
     device = CpuDevice()
     async with opened(settings(8, 8), device=device) as cache:

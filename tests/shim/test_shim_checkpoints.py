@@ -8,7 +8,6 @@ from tests.shim.shim_kit import PAGE, config, continuation, serving, text
 
 
 @pytest.mark.parametrize("extra", [0, 1, PAGE - 1])
-@pytest.mark.asyncio
 async def test_the_same_prompt_again_computes_no_more_than_its_last_page(extra: int) -> None:
     prompt = text(6, extra=extra)
     async with serving(config(64, mamba=16), step_tokens=64) as served:
@@ -19,7 +18,6 @@ async def test_the_same_prompt_again_computes_no_more_than_its_last_page(extra: 
         assert request.hits.device == (len(prompt) - 1) // PAGE * PAGE
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_that_goes_on_finds_all_whole_pages_of_the_one_before() -> None:
     prompt = text(6)
     async with serving(config(64, mamba=16), step_tokens=64) as served:

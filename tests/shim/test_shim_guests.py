@@ -37,7 +37,6 @@ def test_terms_that_nobody_could_use_are_refused(terms: Any) -> None:
         Request([1], **terms)
 
 
-@pytest.mark.asyncio
 async def test_a_submission_that_fails_leaves_nothing_behind() -> None:
     """Whatever the cache says to it, the loop goes on with the others."""
     async with serving(config(64)) as served:
@@ -53,7 +52,6 @@ async def test_a_submission_that_fails_leaves_nothing_behind() -> None:
         await served.answer(text(3), 2)
 
 
-@pytest.mark.asyncio
 async def test_a_submission_to_a_closed_cache_ends_the_request() -> None:
     async with serving(config(64), audit=False) as served:
         await served.answer(text(1), 1)
@@ -67,7 +65,6 @@ async def test_a_submission_to_a_closed_cache_ends_the_request() -> None:
 # models
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_stops_an_iteration_is_an_error_and_no_hang() -> None:
     """asyncio cannot carry StopIteration in a future; whoever waited for it would wait for ever."""
     async with serving(config(64)) as served:
@@ -78,7 +75,6 @@ async def test_a_model_that_stops_an_iteration_is_an_error_and_no_hang() -> None
                 await request.done()
 
 
-@pytest.mark.asyncio
 async def test_tokens_may_be_a_tensor() -> None:
     expected = continuation(text(3), 8)
     async with serving(config(64)) as served:
@@ -89,7 +85,6 @@ async def test_tokens_may_be_a_tensor() -> None:
         assert all(type(token) is int for token in output)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("token", [-1, -5, 2**31])
 async def test_a_token_that_is_none_ends_the_batch_and_not_the_scheduler(token: int) -> None:
     async with serving(config(64)) as served:
@@ -101,7 +96,6 @@ async def test_a_token_that_is_none_ends_the_batch_and_not_the_scheduler(token: 
         await served.answer(text(3), 2)
 
 
-@pytest.mark.asyncio
 async def test_a_token_that_was_not_asked_for_is_an_error() -> None:
     async with serving(config(64), step_tokens=12) as served:
         answering(served, lambda batch, answer: [-5 for _ in answer])
@@ -112,7 +106,6 @@ async def test_a_token_that_was_not_asked_for_is_an_error() -> None:
 # who comes while another one waits in the cache's line
 
 
-@pytest.mark.asyncio
 async def test_who_waits_alone_in_line_is_overtaken_by_a_more_important_one() -> None:
     async with serving(config(16)) as served:
         async with served.cache.lease(text(12)):  # another user of the cache
@@ -127,7 +120,6 @@ async def test_who_waits_alone_in_line_is_overtaken_by_a_more_important_one() ->
         assert await equal.done() == continuation(text(2, seed=3), 1)
 
 
-@pytest.mark.asyncio
 async def test_who_waits_alone_is_overtaken_when_the_more_important_one_has_been_fetched() -> None:
     store = MemoryBackend()
     async with serving(config(32, 64), storage=store) as served:
@@ -145,7 +137,6 @@ async def test_who_waits_alone_is_overtaken_when_the_more_important_one_has_been
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_abort_behind_one_that_waits_alone_takes_effect_at_once() -> None:
     store = MemoryBackend()
     async with serving(config(32, 64), storage=store) as served:
@@ -163,7 +154,6 @@ async def test_an_abort_behind_one_that_waits_alone_takes_effect_at_once() -> No
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [None, CacheClosed("over")])
 async def test_closing_does_not_wait_for_room_that_a_request_waits_for(error: CacheClosed | None) -> None:
     async with serving(config(16)) as served, served.cache.lease(text(12, seed=5)):
@@ -174,7 +164,6 @@ async def test_closing_does_not_wait_for_room_that_a_request_waits_for(error: Ca
         assert (request.finish, request.error) == (Finish.FAILED if error else Finish.ABORTED, error)
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_added_to_an_output_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if it ends while the pages of its last step are published."""
     commit = Lease.commit
@@ -191,7 +180,6 @@ async def test_nothing_is_added_to_an_output_that_has_ended(monkeypatch: pytest.
         assert (request.output, request.finish) == ([], Finish.ABORTED)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("pages", [2, 10])
 async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
     pages: int, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +207,6 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
 # forgetting
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 @pytest.mark.parametrize("everything", [False, True])
 async def test_forgetting_while_requests_run_changes_no_token(more: Any, everything: bool) -> None:
@@ -238,7 +225,6 @@ async def test_forgetting_while_requests_run_changes_no_token(more: Any, everyth
         assert requests[1].retractions >= 1
 
 
-@pytest.mark.asyncio
 async def test_a_window_longer_than_its_pool_is_refused_before_anything_is_taken() -> None:
     async with serving(config(64, swa=4, window=4 * PAGE)) as served:
         with pytest.raises(CacheFull, match="a window of 16 takes 6 pages"):

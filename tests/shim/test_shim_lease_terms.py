@@ -23,7 +23,6 @@ async def put(cache: AsyncCache, tokens: list[int]) -> None:
     await cache.flush()
 
 
-@pytest.mark.asyncio
 async def test_a_chunk_is_counted_from_where_the_cache_ends() -> None:
     async with AsyncCache(config(32, swa=32, window=8)) as cache:
         await put(cache, text(5))
@@ -40,7 +39,6 @@ async def test_a_chunk_is_counted_from_where_the_cache_ends() -> None:
         check(cache.core)
 
 
-@pytest.mark.asyncio
 async def test_a_chunk_is_cut_to_what_is_asked_for_in_all() -> None:
     async with AsyncCache(config(32, swa=32)) as cache:
         async with cache.lease(text(3), new_tokens=2, chunk=100, swa_chunk=200) as lease:
@@ -48,7 +46,6 @@ async def test_a_chunk_is_cut_to_what_is_asked_for_in_all() -> None:
             assert cache.statistics().device["swa"].free == 32 - 4
 
 
-@pytest.mark.asyncio
 async def test_prompt_and_output_must_fit_whatever_the_chunk() -> None:
     async with AsyncCache(config(8)) as cache:
         with pytest.raises(CacheFull):
@@ -58,7 +55,6 @@ async def test_prompt_and_output_must_fit_whatever_the_chunk() -> None:
             await cache.lease(text(1), chunk=0).__aenter__()
 
 
-@pytest.mark.asyncio
 async def test_a_window_pool_smaller_than_the_prompt_serves_it_in_chunks() -> None:
     tokens = text(30)
     async with AsyncCache(config(32, swa=6, window=3 * PAGE)) as cache:
@@ -72,7 +68,6 @@ async def test_a_window_pool_smaller_than_the_prompt_serves_it_in_chunks() -> No
         check(cache.core)
 
 
-@pytest.mark.asyncio
 async def test_a_window_that_begins_inside_a_node_pins_no_more_than_itself() -> None:
     """One node of six pages, a window of three: matched in its middle, two pages of it must be free to go."""
     tokens = text(6)
@@ -84,7 +79,6 @@ async def test_a_window_that_begins_inside_a_node_pins_no_more_than_itself() -> 
         check(cache.core)
 
 
-@pytest.mark.asyncio
 async def test_all_that_is_cached_or_nothing() -> None:
     async with AsyncCache(config(12, 64)) as cache:
         await put(cache, text(8))
@@ -98,7 +92,6 @@ async def test_all_that_is_cached_or_nothing() -> None:
             assert lease.cached == 8 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_states_on_demand() -> None:
     async with AsyncCache(config(32, mamba=3)) as cache:
         async with cache.lease(text(2), states=1) as lease:
@@ -114,7 +107,6 @@ async def test_states_on_demand() -> None:
                 await lease.extend(0, states=1)
 
 
-@pytest.mark.asyncio
 async def test_growing_waits_for_backups_only_if_told_to() -> None:
     async with AsyncCache(config(12, 64)) as cache:
         async with cache.lease(text(1), chunk=PAGE, new_tokens=8 * PAGE) as growing:
@@ -126,7 +118,6 @@ async def test_growing_waits_for_backups_only_if_told_to() -> None:
         assert cache.statistics().core.lost_pages == 0
 
 
-@pytest.mark.asyncio
 async def test_growing_never_waits_for_another_lease() -> None:
     async with AsyncCache(config(12, 64)) as cache:
         async with cache.lease(text(1), new_tokens=PAGE) as growing:
@@ -136,7 +127,6 @@ async def test_growing_never_waits_for_another_lease() -> None:
                         await growing.extend(PAGE, wait=True)
 
 
-@pytest.mark.asyncio
 async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
     pages = MemoryBackend()
     async with AsyncCache(config(12, 64), storage=pages) as cache:
@@ -155,7 +145,6 @@ async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_growing_gives_up_what_a_pin_covers_before_the_window() -> None:
     """Matched at the end of a node of four, with a window of two: two pages are pinned until somebody needs them."""
     async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
@@ -169,7 +158,6 @@ async def test_growing_gives_up_what_a_pin_covers_before_the_window() -> None:
         check(cache.core)
 
 
-@pytest.mark.asyncio
 async def test_growing_gives_up_what_decoding_has_left_behind() -> None:
     async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
         async with cache.lease(text(4), new_tokens=6 * PAGE, chunk=6 * PAGE, swa_chunk=6 * PAGE) as lease:

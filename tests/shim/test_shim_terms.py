@@ -19,7 +19,6 @@ def broken() -> bool:
     raise MemoryError("no more")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 @pytest.mark.parametrize("publishes", [lambda: False, broken])
 async def test_what_is_not_to_be_published_is_right_and_found_by_nobody(
@@ -32,7 +31,6 @@ async def test_what_is_not_to_be_published_is_right_and_found_by_nobody(
         assert hits(await served.answer(text(8), 3, publishes=publishes)).device == 7 * PAGE
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_what_follows_something_unpublished_is_not_published_either(more: Any) -> None:
     """A commit has the whole prefix, so a later yes would publish what an earlier no kept back."""
@@ -42,7 +40,6 @@ async def test_what_follows_something_unpublished_is_not_published_either(more: 
         assert hits(await served.answer(text(16), 3)).device <= 16
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_was_retracted_is_published_again() -> None:
     async with serving(config(16), step_tokens=16) as served:
         may = [False]
@@ -55,7 +52,6 @@ async def test_a_request_that_was_retracted_is_published_again() -> None:
         assert hits(await served.answer(text(3, seed=last), 1)).device
 
 
-@pytest.mark.asyncio
 async def test_requests_that_may_not_be_published_are_retracted_and_go_on() -> None:
     async with serving(config(16), step_tokens=16) as served:
         crowd = [served.ask(text(3, seed=i), 6 * PAGE, publishes=lambda: False) for i in range(3)]
@@ -64,7 +60,6 @@ async def test_requests_that_may_not_be_published_are_retracted_and_go_on() -> N
         assert sum(request.retractions for request in crowd)
 
 
-@pytest.mark.asyncio
 async def test_the_first_token_after_the_time_is_the_last() -> None:
     async with serving(config()) as served:
         for most, count in ((0.0, 1), (60.0, 5), (None, 5)):
@@ -84,7 +79,6 @@ def test_publishes_is_a_function() -> None:
         Request([1], publishes=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS[:2])
 @pytest.mark.parametrize("step", [16, 512])
 async def test_what_requests_share_is_computed_once_although_they_come_together(more: Any, step: int) -> None:
@@ -96,7 +90,6 @@ async def test_what_requests_share_is_computed_once_although_they_come_together(
         assert served.model.computed == sum(len(prompt) + 1 for prompt in prompts) - 5 * 10 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_what_another_computes_holds_up_nobody() -> None:
     async with serving(config(128), step_tokens=64) as served:
         first, twin, other = served.ask(text(30), 2), served.ask(text(30), 2), served.ask(text(2, seed=1), 2)
@@ -106,7 +99,6 @@ async def test_who_waits_for_what_another_computes_holds_up_nobody() -> None:
         assert hits(twin).device == 29 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_states_that_are_shared_are_kept_where_requests_part() -> None:
     """The first one leaves no state there, the second one does, and all others begin behind it."""
     async with serving(config(128, mamba=24), step_tokens=256) as served:
@@ -116,7 +108,6 @@ async def test_states_that_are_shared_are_kept_where_requests_part() -> None:
         assert [hits(request).device for request in asked] == [0, 0, *[10 * PAGE] * 4]
 
 
-@pytest.mark.asyncio
 async def test_who_comes_first_does_not_wait_for_what_a_later_one_computes() -> None:
     """That one gets no tokens of a step as long as there are others between the two."""
     async with serving(config(256), step_tokens=18) as served:

@@ -43,7 +43,6 @@ def fill_host(mover: Mover) -> None:
             pool.array[:] = rng.integers(0, 256, pool.array.shape, np.uint8)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", STACKS)
 async def test_what_derives_from_a_component_moves_with_it_and_nothing_else_does(stack: str) -> None:
     """Every set of components in one batch, the empty one too, back and forth: every page of every pool is looked at.
@@ -75,7 +74,6 @@ async def check_batch(mover: Mover, kinds: Sequence[ComponentKind], up: bool) ->
     assert pages_of(mover, target) == expected
 
 
-@pytest.mark.asyncio
 async def test_a_load_of_full_alone_where_only_states_have_bytes_is_no_error() -> None:
     plain = deepseek()
     config = stack(*plain.components, sidecars=[s for s in plain.sidecars if s.indices_from == "swa"], page_size=4)
@@ -91,7 +89,6 @@ async def test_a_load_of_full_alone_where_only_states_have_bytes_is_no_error() -
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_pool_of_few_layers_is_there_with_its_last_and_one_batch_is_one_event() -> None:
     """Layer i of every pool is there when layer i has come, so no layer of a model is there later than its own."""
     mover = Mover(CpuDevice(), indexed().pools())
@@ -145,7 +142,6 @@ class Short(CpuDevice):
 TENSORS = 2 * len(solid(deepseek()))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at", range(TENSORS + 1))
 async def test_memory_that_runs_out_on_the_way_is_given_back_at_once(at: int) -> None:
     """While the error is still held, with its traceback and every frame in it, nothing that it led to is."""

@@ -37,7 +37,6 @@ def bytes_read(config: CacheConfig, end: int) -> int:
     return sum(spec.bytes_per_page for spec, _ in needed(config, end))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", STACKS)
 async def test_every_pool_comes_back_from_the_host(stack: str) -> None:
     config = STACKS[stack]()
@@ -56,7 +55,6 @@ async def test_every_pool_comes_back_from_the_host(stack: str) -> None:
             assert cache.statistics().stages["load_back"].bytes - before == bytes_read(config, end)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize("stack", STACKS)
 async def test_every_pool_comes_back_from_storage_in_a_cache_that_never_computed_it(
@@ -82,7 +80,6 @@ async def test_every_pool_comes_back_from_storage_in_a_cache_that_never_computed
         await memory.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", STACKS)
 async def test_a_longer_prompt_goes_on_from_the_host_and_the_next_process_has_all_of_it(stack: str) -> None:
     config = STACKS[stack]()
@@ -102,7 +99,6 @@ async def test_a_longer_prompt_goes_on_from_the_host_and_the_next_process_has_al
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_split_inside_the_shared_prefix_divides_every_pool() -> None:
     config = deepseek()
     storage = MemoryBackend()
@@ -132,7 +128,6 @@ async def served(cache: AsyncCache, prompt: list[int]) -> int:
         return lease.cached
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_shorter_than_the_window_needs_all_of_it() -> None:
     config = deepseek(window=40)
     storage = MemoryBackend()
@@ -147,7 +142,6 @@ async def test_a_prompt_shorter_than_the_window_needs_all_of_it() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_window_that_the_device_gave_up_comes_back_with_its_states_and_nothing_else() -> None:
     """FULL stayed on the device, so none of what hangs on it moves."""
     config = deepseek(device=40)

@@ -89,7 +89,6 @@ class Allocations(CpuDevice):
         return super().host_tensor(shape)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", [0, 16])
 async def test_a_sidecar_that_does_not_fit_is_refused_before_anything_is_allocated(host: int) -> None:
     huge = 1 << 45
@@ -103,7 +102,6 @@ async def test_a_sidecar_that_does_not_fit_is_refused_before_anything_is_allocat
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_request_longer_than_the_pools_is_refused_and_leaves_nothing() -> None:
     async with opened(deepseek(device=8)) as cache:
         before = cache.statistics().device

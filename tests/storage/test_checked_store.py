@@ -239,7 +239,6 @@ def test_a_backend_around_one_that_processes_share_is_shared() -> None:
     assert [is_shared(WrappedBackend(one)) for one in inner] == [True, False]
 
 
-@pytest.mark.asyncio
 async def test_checksums_in_threads_say_the_same(tmp_path: object) -> None:
     keys = keys_of(40)
     backend = SimulatedBackend(Random(1), Hostility(delay=0.0))

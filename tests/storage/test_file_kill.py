@@ -62,7 +62,6 @@ async def serve(store: CheckedStore, keys: list[PageKey]) -> list[Result]:
     return results
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("direct", ["off", "auto"])
 async def test_after_kills_everything_that_was_put_is_there(tmp_path: Path, direct: str) -> None:
     url = f"file:{tmp_path}/s?capacity=256MiB&direct={direct}&segment=8MiB"
@@ -85,7 +84,6 @@ async def test_after_kills_everything_that_was_put_is_there(tmp_path: Path, dire
             _abandon(store)
 
 
-@pytest.mark.asyncio
 async def test_after_a_kill_while_segments_are_reclaimed_only_good_pages_are_served(tmp_path: Path) -> None:
     url = f"file:{tmp_path}/s?capacity=16MiB&segment=2MiB"
     for round_ in range(3):
@@ -103,7 +101,6 @@ async def test_after_a_kill_while_segments_are_reclaimed_only_good_pages_are_ser
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_two_processes_cannot_have_one_folder(tmp_path: Path) -> None:
     url = f"file:{tmp_path}/s?capacity=64MiB"
     process = child(url, 0, "hold")

@@ -28,7 +28,6 @@ from tests.storage.page_kit import get, put
 FULL = LAYOUT.page_bytes["full"]
 
 
-@pytest.mark.asyncio
 async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     keys = keys_of(2500)
@@ -46,7 +45,6 @@ async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) 
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.slow(2)
 async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
@@ -66,7 +64,6 @@ async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Pat
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_pages_of_every_length_get_their_second_chance(tmp_path: Path) -> None:
     """The buffer for moving them has room for 8 MiB, as much as a group of short ones has."""
     layout = LAYOUT._replace(page_bytes={"short": 4096, "long": 9 << 20})
@@ -83,7 +80,6 @@ async def test_pages_of_every_length_get_their_second_chance(tmp_path: Path) -> 
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend = _backend(store)
@@ -113,7 +109,6 @@ async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) ->
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_deleted_while_it_is_read_to_be_moved_is_not_written_again(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = _backend(store), keys_of(10)
@@ -135,7 +130,6 @@ async def test_a_page_deleted_while_it_is_read_to_be_moved_is_not_written_again(
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_smaller_capacity_at_the_next_start_drops_the_oldest(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     keys = keys_of(700)
@@ -149,7 +143,6 @@ async def test_a_smaller_capacity_at_the_next_start_drops_the_oldest(tmp_path: P
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_reads_and_puts_go_on_while_segments_are_reclaimed(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", "capacity=8MiB&segment=1MiB")
 
@@ -180,7 +173,6 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.asyncio
 async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "6m") as disk:
         store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
@@ -200,7 +192,6 @@ async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: 
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "6m") as disk:
         store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
@@ -276,7 +267,6 @@ async def _turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = _backend(store), keys_of(20)
@@ -297,7 +287,6 @@ async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_waits_for_calls_under_way(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = _backend(store), keys_of(20)
@@ -313,7 +302,6 @@ async def test_closing_waits_for_calls_under_way(tmp_path: Path) -> None:
     await closing
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
 async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: Path, number: int) -> None:
     store = await open_at(tmp_path / "s")
@@ -346,7 +334,6 @@ async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: 
         ("sync=yes", "'sync'"),
     ],
 )
-@pytest.mark.asyncio
 async def test_unusable_options_are_refused_by_name_and_value(tmp_path: Path, options: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         await FileBackend.open(parse_url(f"file:{tmp_path}/s?{options}"), LAYOUT)
@@ -362,7 +349,6 @@ def test_segments_are_few_and_small(exponent: int) -> None:
     assert capacity > 1 << 32 or segment <= 128 << 20
 
 
-@pytest.mark.asyncio
 async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
     layout = StoreLayout({"full": 4096}, b"s")
     backend = await FileBackend.open(parse_url(f"file:{tmp_path}/s?capacity=36KiB"), layout)
@@ -436,7 +422,6 @@ def test_segments_and_lengths_are_not_mixed(segment: int, length: int) -> None:
     assert found == [(1, FULL, 1), (segment, length, 1)]
 
 
-@pytest.mark.asyncio
 async def test_files_of_reclaimed_segments_are_gone_and_closed(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
     for batch in range(20):
@@ -478,7 +463,6 @@ def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path
     assert buffers[2][:2000] == (bytes(range(200)) * 10)
 
 
-@pytest.mark.asyncio
 async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     keys = keys_of(6)

@@ -96,7 +96,6 @@ class Walk:
         await self.open()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_random_walk_agrees_with_a_dict(tmp_path: Path, seed: int) -> None:
     await agrees_with_a_dict(tmp_path, seed)
@@ -120,7 +119,6 @@ async def agrees_with_a_dict(folder: Path, seed: int) -> None:
     await walk.store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(4))
 async def test_everything_at_once_in_a_store_that_is_too_small(tmp_path: Path, seed: int) -> None:
     await everything_at_once(tmp_path, seed)
@@ -167,7 +165,6 @@ async def everything_at_once(folder: Path, seed: int) -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(4))
 async def test_what_was_deleted_never_comes_back_after_a_kill(tmp_path: Path, seed: int) -> None:
     await deleted_stays_deleted(tmp_path, seed)
@@ -225,7 +222,6 @@ async def deleted_stays_deleted(folder: Path, seed: int) -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_open_that_is_cancelled_leaves_nothing_open(tmp_path: Path) -> None:
     url = parse_url(f"file:{tmp_path}/s?capacity=64MiB")
     store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)

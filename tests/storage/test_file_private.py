@@ -56,7 +56,6 @@ def expected(folder: Path, mode: int) -> dict[str, int]:
     return {".": mode, **dict.fromkeys(os.listdir(folder), mode & 0o666)}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
 async def test_folder_and_files_are_private_whatever_the_umask(tmp_path: Path, mask: int) -> None:
     folder = tmp_path / "above" / "store"
@@ -66,7 +65,6 @@ async def test_folder_and_files_are_private_whatever_the_umask(tmp_path: Path, m
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mask", [0o000, 0o077])
 async def test_an_option_lets_others_in(tmp_path: Path, mask: int) -> None:
     with umask(mask):
@@ -74,7 +72,6 @@ async def test_an_option_lets_others_in(tmp_path: Path, mask: int) -> None:
     assert modes(tmp_path / "store") == expected(tmp_path / "store", 0o750)
 
 
-@pytest.mark.asyncio
 async def test_what_was_open_to_others_is_closed_to_them_by_opening_it(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     await used(folder)
@@ -90,7 +87,6 @@ async def test_what_was_open_to_others_is_closed_to_them_by_opening_it(tmp_path:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_only_looks_changes_no_permissions_and_adds_to_none(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     await used(folder, "&mode=0750")
@@ -102,7 +98,6 @@ async def test_who_only_looks_changes_no_permissions_and_adds_to_none(tmp_path: 
     assert modes(folder) == {".": 0o750, **dict.fromkeys(os.listdir(folder), 0o640)}
 
 
-@pytest.mark.asyncio
 async def test_a_folder_with_other_things_in_it_keeps_its_permissions(tmp_path: Path) -> None:
     """It may be ``/tmp``. The store's own files are private there, too."""
     (tmp_path / "letter").write_text("mine")
@@ -112,7 +107,6 @@ async def test_a_folder_with_other_things_in_it_keeps_its_permissions(tmp_path: 
     assert modes(tmp_path) == expected(tmp_path, 0o700) | {".": 0o755, "letter": 0o644}
 
 
-@pytest.mark.asyncio
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 async def test_what_belongs_to_another_user_keeps_its_permissions(tmp_path: Path) -> None:
     folder = tmp_path / "store"
@@ -125,7 +119,6 @@ async def test_what_belongs_to_another_user_keeps_its_permissions(tmp_path: Path
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("text", ["", "0", "0600", "private", "u=rwx", "7777", "0o700", "-700", "0788"])
 async def test_permissions_that_are_none_are_refused_by_name_and_value(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=f"storage option mode={text!r}: expected .* as in mode=0750"):

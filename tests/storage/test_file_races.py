@@ -91,7 +91,6 @@ class HeldReads:
         return asyncio.ensure_future(held())
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_cleared_while_it_is_moved_stays_cleared(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = backend_of(store), keys_of(40)
@@ -112,7 +111,6 @@ async def test_a_page_that_is_cleared_while_it_is_moved_stays_cleared(tmp_path: 
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("turns", range(0, 12, 2))
 async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_path: Path, turns: int) -> None:
     store = await open_at(tmp_path / "s")
@@ -139,7 +137,6 @@ async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_pat
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_page_that_two_calls_put_stays_deleted_after_a_kill(tmp_path: Path, first: int) -> None:
     """Whichever of the two writes ended first: a recovery finds both copies."""
@@ -155,7 +152,6 @@ async def test_a_page_that_two_calls_put_stays_deleted_after_a_kill(tmp_path: Pa
         await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_page_that_two_calls_put_is_there_after_a_kill(tmp_path: Path, first: int) -> None:
     store = await open_at(tmp_path / "s")
@@ -168,7 +164,6 @@ async def test_a_page_that_two_calls_put_is_there_after_a_kill(tmp_path: Path, f
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_after_a_kill(tmp_path: Path) -> None:
     """The deletion is written behind it, and speaks of what lay before."""
     store = await open_at(tmp_path / "s")
@@ -190,7 +185,6 @@ async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_aft
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_of(tmp_path: Path) -> None:
     """The later of two copies was deleted, and the earlier one lies in an older segment, which stays."""
     store = await open_at(tmp_path / "s")
@@ -212,7 +206,6 @@ async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:
     """The bytes are in the file, and nothing has been done about it yet."""
     store = await open_at(tmp_path / "s")
@@ -261,7 +254,6 @@ def read_only(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("used", [True, False])
 async def test_a_read_only_folder_is_refused_by_name_and_nothing_stays_open(tmp_path: Path, used: bool) -> None:
     folder = tmp_path / "s"
@@ -279,14 +271,12 @@ async def test_a_read_only_folder_is_refused_by_name_and_nothing_stays_open(tmp_
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_file_in_place_of_the_folder_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("not a folder")
     with pytest.raises(Unavailable, match=f"store folder '{tmp_path}/s'"):
         await open_at(tmp_path / "s")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("options", ["capacity=8MiB&segment=1MiB", "capacity=8MiB&segment=1MiB&mode=0700&direct=off"])
 async def test_opening_asks_the_disk_nothing_on_the_event_loop(
     options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +303,6 @@ async def test_opening_asks_the_disk_nothing_on_the_event_loop(
         on_the_loop.clear()
 
 
-@pytest.mark.asyncio
 async def test_capacity_and_segment_size_may_change_from_run_to_run(tmp_path: Path) -> None:
     """Nothing is lost by a larger capacity or other segments, only the oldest by a smaller one."""
     keys = keys_of(900)
@@ -332,7 +321,6 @@ async def test_capacity_and_segment_size_may_change_from_run_to_run(tmp_path: Pa
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest and the footers. They are handed to the store's own threads, which never keep a process alive."""
     seen, opened = set[tuple[str, str]](), aiofiles.open

@@ -84,27 +84,23 @@ def segment(folder: Path, number: int = 1) -> Path:
     return folder / segment_name(number)
 
 
-@pytest.mark.asyncio
 async def test_a_crash_loses_nothing_that_was_written(crashed: Path) -> None:
     results, stats = await reopened(crashed)
     assert results == [Result.HIT] * 60
     assert stats["scanned_groups"] == 2
 
 
-@pytest.mark.asyncio
 async def test_a_clean_end_makes_the_next_start_scan_nothing(closed: Path) -> None:
     results, stats = await reopened(closed)
     assert results == [Result.HIT] * 60
     assert stats["scanned_groups"] == 0
 
 
-@pytest.mark.asyncio
 async def test_a_start_after_a_crash_leaves_a_footer_for_the_next(crashed: Path) -> None:
     await reopened(crashed)
     assert (await reopened(crashed))[1]["scanned_groups"] == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("page", [0, 41, 42, 59])
 async def test_a_flipped_bit_in_a_payload_costs_that_page_for_ever(crashed: Path, page: int) -> None:
     group, place = (0, page) if page < 42 else (FIRST_GROUP, page - 42)
@@ -115,14 +111,12 @@ async def test_a_flipped_bit_in_a_payload_costs_that_page_for_ever(crashed: Path
     assert (await reopened(crashed))[0] == expected
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 9, 20, 30, 45, 70, 64 + 96 * 41 + 95])
 async def test_a_flipped_bit_in_a_header_block_costs_its_group(crashed: Path, at: int) -> None:
     flip(segment(crashed), at)
     assert (await reopened(crashed))[0] == [Result.MISS] * 42 + [Result.HIT] * 18
 
 
-@pytest.mark.asyncio
 async def test_a_group_that_never_reached_the_disk_does_not_hide_the_next(crashed: Path) -> None:
     def zero(data: bytearray) -> None:
         data[:FIRST_GROUP] = bytes(FIRST_GROUP)
@@ -131,7 +125,6 @@ async def test_a_group_that_never_reached_the_disk_does_not_hide_the_next(crashe
     assert (await reopened(crashed))[0] == [Result.MISS] * 42 + [Result.HIT] * 18
 
 
-@pytest.mark.asyncio
 async def test_a_torn_write_serves_what_verifies(crashed: Path) -> None:
     """Power loss: the header block reached the disk, the payloads of pages 10 and later did not."""
     def tear(data: bytearray) -> None:
@@ -141,7 +134,6 @@ async def test_a_torn_write_serves_what_verifies(crashed: Path) -> None:
     assert (await reopened(crashed))[0] == [Result.HIT] * 10 + [Result.CORRUPT] * 32 + [Result.HIT] * 18
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [0, 1000, 4096, BLOCK_BYTES + 3 * FULL + 17])
 async def test_a_truncated_segment_serves_what_is_left(crashed: Path, size: int) -> None:
     edit(segment(crashed), lambda data: data.__delitem__(slice(size, None)))
@@ -152,7 +144,6 @@ async def test_a_truncated_segment_serves_what_is_left(crashed: Path, size: int)
     assert Result.FAILED not in results
 
 
-@pytest.mark.asyncio
 async def test_a_truncated_segment_that_had_a_footer(closed: Path) -> None:
     edit(segment(closed), lambda data: data.__delitem__(slice(BLOCK_BYTES + 5 * FULL + 1, None)))
     results, _ = await reopened(closed)
@@ -160,7 +151,6 @@ async def test_a_truncated_segment_that_had_a_footer(closed: Path) -> None:
     assert Result.HIT not in results[5:]
 
 
-@pytest.mark.asyncio
 async def test_a_missing_segment_is_missed_only(closed: Path) -> None:
     segment(closed).unlink()
     assert (await reopened(closed))[0] == [Result.MISS] * 60
@@ -169,7 +159,6 @@ async def test_a_missing_segment_is_missed_only(closed: Path) -> None:
 FOOTER_BYTES = 2 * HEAD_BYTES + 60 * 96 + HEAD_BYTES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 8, 20, 40, 60, 200, FOOTER_BYTES - 64, FOOTER_BYTES - 40, FOOTER_BYTES - 1])
 async def test_a_damaged_footer_is_not_believed(closed: Path, at: int) -> None:
     flip(segment(closed), segment(closed).stat().st_size - FOOTER_BYTES + at)
@@ -178,14 +167,12 @@ async def test_a_damaged_footer_is_not_believed(closed: Path, at: int) -> None:
     assert stats["scanned_groups"] == 2
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("keep", [0, 10, 100, FOOTER_BYTES - 1])
 async def test_half_a_footer_is_not_believed(closed: Path, keep: int) -> None:
     edit(segment(closed), lambda data: data.__delitem__(slice(len(data) - FOOTER_BYTES + keep, None)))
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
-@pytest.mark.asyncio
 async def test_the_footer_of_another_segment_is_not_believed(closed: Path) -> None:
     """Nor one of this segment that does not lie where it says."""
     foreign = segment(closed).read_bytes()
@@ -196,7 +183,6 @@ async def test_the_footer_of_another_segment_is_not_believed(closed: Path) -> No
     assert (stats["pages"], stats["scanned_groups"]) == (60, 2)
 
 
-@pytest.mark.asyncio
 async def test_a_footer_hides_no_page_that_was_put_after_it(closed: Path, tmp_path: Path) -> None:
     """The last segment of an earlier run goes on: its footer is cut off, and a later one names all of its pages."""
     store = await open_at(closed)
@@ -211,7 +197,6 @@ async def test_a_footer_hides_no_page_that_was_put_after_it(closed: Path, tmp_pa
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_after_a_kill_only_the_last_segments_are_scanned(tmp_path: Path) -> None:
     """Full segments got their footers while the store was in use."""
     keys = keys_of(1000)
@@ -232,7 +217,6 @@ async def test_after_a_kill_only_the_last_segments_are_scanned(tmp_path: Path) -
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_footer_names_every_page_whose_write_has_ended(tmp_path: Path, seed: int) -> None:
     """Also those of writes that end in the same moment in which their segment is full."""
@@ -247,7 +231,6 @@ async def test_a_footer_names_every_page_whose_write_has_ended(tmp_path: Path, s
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("orderly", [True, False])
 async def test_deletes_outlive_a_restart(tmp_path: Path, orderly: bool) -> None:
     store = await open_at(tmp_path / "live")
@@ -263,7 +246,6 @@ async def test_deletes_outlive_a_restart(tmp_path: Path, orderly: bool) -> None:
     assert (await reopened(tmp_path / "crashed"))[0] == expected
 
 
-@pytest.mark.asyncio
 async def test_a_page_put_again_after_its_delete_outlives_a_restart(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "live")
     await fill(store, KEYS)
@@ -274,7 +256,6 @@ async def test_a_page_put_again_after_its_delete_outlives_a_restart(tmp_path: Pa
     assert (await reopened(tmp_path / "crashed"))[0] == [Result.HIT] * 4 + [Result.MISS] * 6 + [Result.HIT] * 50
 
 
-@pytest.mark.asyncio
 async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "live")
     await fill(store, KEYS)
@@ -286,7 +267,6 @@ async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
     assert (await reopened(tmp_path / "crashed"))[0] == [Result.HIT] * 50 + [Result.MISS] + [Result.HIT] * 9
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("orderly", [True, False])
 async def test_deletions_are_kept_as_long_as_there_are_pages_that_they_speak_of(tmp_path: Path, orderly: bool) -> None:
     """In whatever segment the pages and the deletions lie, and however many deletions there are."""
@@ -309,7 +289,6 @@ async def test_deletions_are_kept_as_long_as_there_are_pages_that_they_speak_of(
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_deletion_speaks_of_earlier_copies_only(crashed: Path) -> None:
     """Its block says before which place; where the block itself lies does not matter."""
     store = await open_at(crashed)
@@ -325,7 +304,6 @@ async def test_a_deletion_speaks_of_earlier_copies_only(crashed: Path) -> None:
     assert (await reopened(crashed))[0] == [Result.HIT, Result.MISS] + [Result.HIT] * 58
 
 
-@pytest.mark.asyncio
 async def test_clear_outlives_a_restart(closed: Path) -> None:
     store = await open_at(closed)
     await store.clear()
@@ -335,7 +313,6 @@ async def test_clear_outlives_a_restart(closed: Path) -> None:
     assert (await reopened(closed))[0] == [Result.HIT] * 2 + [Result.MISS] * 58
 
 
-@pytest.mark.asyncio
 async def test_pages_put_after_a_restart_go_into_the_same_segment(closed: Path) -> None:
     for i in range(3):
         store = await open_at(closed)
@@ -345,7 +322,6 @@ async def test_pages_put_after_a_restart_go_into_the_same_segment(closed: Path) 
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
-@pytest.mark.asyncio
 async def test_what_is_left_of_older_data_is_not_taken_for_pages(closed: Path, tmp_path: Path) -> None:
     """A block of another store, and one of this store at another place, verify nowhere."""
     other = await open_at(tmp_path / "other")
@@ -360,7 +336,6 @@ async def test_what_is_left_of_older_data_is_not_taken_for_pages(closed: Path, t
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_folder_of_another_schema_is_refused(closed: Path) -> None:
     other = StoreLayout(LAYOUT.page_bytes, b"\x01" * 32)
     with pytest.raises(Unavailable, match=rf"{closed}.*another schema: {LAYOUT.schema.hex()}, this is {'01' * 32}"):
@@ -368,7 +343,6 @@ async def test_a_folder_of_another_schema_is_refused(closed: Path) -> None:
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
-@pytest.mark.asyncio
 async def test_a_folder_of_another_format_version_is_refused(closed: Path) -> None:
     manifest = json.loads((closed / "manifest.json").read_text())["manifest"] | {"version": 99}
     (closed / "manifest.json").write_bytes(pack_manifest(Manifest(**manifest)))
@@ -376,7 +350,6 @@ async def test_a_folder_of_another_format_version_is_refused(closed: Path) -> No
         await open_at(closed)
 
 
-@pytest.mark.asyncio
 async def test_a_folder_of_the_first_version_is_refused_with_advice_and_left_as_it_is(tmp_path: Path) -> None:
     """Its manifest, to the letter as that version wrote it, and a name of a file that only that version had."""
     text = '{"format": "asynccache file store", "version": 1, "schema": "' + LAYOUT.schema.hex() + '", "seed": 7}'
@@ -390,7 +363,6 @@ async def test_a_folder_of_the_first_version_is_refused_with_advice_and_left_as_
     assert contents(tmp_path) == before
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 20, 60, 120, -3])
 async def test_a_damaged_manifest_is_refused_and_nothing_is_touched(closed: Path, at: int) -> None:
     good = (closed / "manifest.json").read_bytes()
@@ -401,7 +373,6 @@ async def test_a_damaged_manifest_is_refused_and_nothing_is_touched(closed: Path
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
-@pytest.mark.asyncio
 async def test_a_refused_folder_is_not_left_locked(closed: Path) -> None:
     with pytest.raises(Unavailable):
         await FileBackend.open(parse_url(f"file:{closed}?capacity=64MiB"), StoreLayout(LAYOUT.page_bytes, b""))

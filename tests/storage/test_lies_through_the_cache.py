@@ -91,7 +91,6 @@ class Liar(WrappedBackend):
         return [Result.HIT] * len(keys) if self.forgets else await self.inner.put(keys, records)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("shape", [deepseek, everything])
 @pytest.mark.parametrize("lie", LIES)
 async def test_no_lie_is_served(lie: str, shape: Any) -> None:
@@ -112,7 +111,6 @@ async def test_no_lie_is_served(lie: str, shape: Any) -> None:
         assert await serve(cache, tokens) == whole, "what did not verify was stored anew"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("shape", [deepseek, everything])
 async def test_what_it_says_it_stored_is_a_miss(shape: Any) -> None:
     config = shape(prefetch_policy="wait_complete")

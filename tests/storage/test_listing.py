@@ -66,7 +66,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-@pytest.mark.asyncio
 async def test_every_page_is_listed_once_with_its_size_and_time(kind: str, tmp_path: Path, clock: Clock) -> None:
     store = await open_kind(kind, tmp_path / "kv")
     assert await listed(store) == []
@@ -83,7 +82,6 @@ async def test_every_page_is_listed_once_with_its_size_and_time(kind: str, tmp_p
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_old_pages_are_collected_and_young_ones_stay(tmp_path: Path, clock: Clock) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     old, young = keys_of(40, "full"), keys_of(40, "full", first=40)
@@ -101,7 +99,6 @@ async def test_old_pages_are_collected_and_young_ones_stay(tmp_path: Path, clock
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: Clock) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     await fill(store, keys_of(30))
@@ -115,7 +112,6 @@ async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: Clock
             os.truncate(path, path.stat().st_size - 1)
 
 
-@pytest.mark.asyncio
 async def test_the_room_of_dead_pages_comes_back(tmp_path: Path, clock: Clock) -> None:
     """The segments of many dead pages go, and what is alive in them is found elsewhere, as old as it is."""
     store = await open_at(tmp_path / "kv", SMALL)
@@ -139,7 +135,6 @@ async def test_the_room_of_dead_pages_comes_back(tmp_path: Path, clock: Clock) -
     await again.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_is_looked_at_is_compacted_without_losing_a_page(tmp_path: Path) -> None:
     """The tool does not know the store's capacity: nothing may leave for want of room."""
     store = await open_at(tmp_path / "kv", "capacity=16MiB&segment=256KiB")
@@ -162,7 +157,6 @@ async def test_a_store_that_is_looked_at_is_compacted_without_losing_a_page(tmp_
     await again.aclose()
 
 
-@pytest.mark.asyncio
 async def test_collecting_beside_writers_and_readers_loses_nothing(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     kept: list[PageKey] = []
@@ -187,7 +181,6 @@ async def test_collecting_beside_writers_and_readers_loses_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 34])
-@pytest.mark.asyncio
 async def test_a_collection_that_is_cancelled_leaves_the_rest(tmp_path: Path, steps: int) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     keys = keys_of(100)
@@ -204,7 +197,6 @@ async def test_a_collection_that_is_cancelled_leaves_the_rest(tmp_path: Path, st
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_full_store_loses_nothing_to_a_collection(tmp_path: Path) -> None:
     """There is no room for what is alive in a segment that is mostly dead: then it stays where it is."""
     store = await open_at(tmp_path / "kv", "capacity=1MiB&segment=256KiB")
@@ -221,7 +213,6 @@ async def test_a_full_store_loses_nothing_to_a_collection(tmp_path: Path) -> Non
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_segment_with_a_page_that_cannot_be_read_stays(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "kv", "capacity=16MiB&segment=256KiB&direct=off")
     keys = keys_of(15)
@@ -244,7 +235,6 @@ async def test_a_segment_with_a_page_that_cannot_be_read_stays(tmp_path: Path) -
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_is_mostly_alive_is_not_moved(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     keys = keys_of(60)

@@ -135,7 +135,6 @@ def payloads(memory: mmap.mmap, size: int) -> list[memoryview]:
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("make", [one, near, far])
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.asyncio
 async def test_a_mapping_can_be_closed_after_the_store(
     how: str, make: Callable[[StorageBackend, int], Store], size: int
 ) -> None:
@@ -156,7 +155,6 @@ async def test_a_mapping_can_be_closed_after_the_store(
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("make", [one, near, far])
 @pytest.mark.parametrize("verb", ["put", "get"])
-@pytest.mark.asyncio
 async def test_so_it_can_when_the_call_was_cancelled(
     verb: str, make: Callable[[StorageBackend, int], Store], size: int
 ) -> None:
@@ -178,7 +176,6 @@ async def test_so_it_can_when_the_call_was_cancelled(
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("count", range(12))
-@pytest.mark.asyncio
 async def test_so_it_can_when_the_call_was_cancelled_after_any_number_of_turns(count: int, size: int) -> None:
     memory, store = mmap.mmap(-1, PAGES * size), checked(MemoryBackend(), size)
     for call in (store.put, store.get):
@@ -193,7 +190,6 @@ async def test_so_it_can_when_the_call_was_cancelled_after_any_number_of_turns(c
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.asyncio
 async def test_so_it_can_when_the_caller_called_for_the_whole_and_had_pages_at_hand(size: int) -> None:
     """The error that ``flush`` raises has gone through the caller's own frames."""
 
@@ -217,7 +213,6 @@ async def test_so_it_can_when_the_caller_called_for_the_whole_and_had_pages_at_h
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.asyncio
 async def test_so_it_can_after_a_store_of_files_that_cannot_be_read_any_more(tmp_path: Path, size: int) -> None:
     memory, layout = mmap.mmap(-1, PAGES * size), StoreLayout({"full": size}, b"schema")
     backend = await FileBackend.open(parse_url(f"file:{tmp_path / 'kv'}"), layout)
@@ -233,7 +228,6 @@ async def test_so_it_can_after_a_store_of_files_that_cannot_be_read_any_more(tmp
     memory.close()
 
 
-@pytest.mark.asyncio
 async def test_so_it_can_after_pages_of_a_wrong_size_were_refused() -> None:
     memory = mmap.mmap(-1, PAGES * SMALL)
     for make in (one, near):
@@ -246,7 +240,6 @@ async def test_so_it_can_after_pages_of_a_wrong_size_were_refused() -> None:
     memory.close()
 
 
-@pytest.mark.asyncio
 async def test_so_it_can_after_work_that_had_to_be_completed_failed() -> None:
     memory = mmap.mmap(-1, PAGES * SMALL)
 
@@ -261,7 +254,6 @@ async def test_so_it_can_after_work_that_had_to_be_completed_failed() -> None:
 
 
 @pytest.mark.parametrize("how", ["is unavailable", "has a bug"])
-@pytest.mark.asyncio
 async def test_a_store_that_outlives_a_cache_keeps_none_of_its_memory(how: str) -> None:
     config = settings(host=16)
     layout = store_layout(config.pools())

@@ -62,8 +62,10 @@ def test_the_header_is_64_bytes_and_a_function_of_key_and_payload() -> None:
     assert header_of(bytes(32), aligned(10)) != header_of(bytes(32), aligned(11))
 
 
-def test_a_storage_key_is_the_hash_of_hash_and_digest() -> None:
-    assert storage_key(b"h" * 32, b"d" * 32) == sha256(b"h" * 32 + b"d" * 32).digest()
+def test_a_storage_key_is_made_of_the_hash_of_hash_and_digest_and_names_the_block() -> None:
+    digest, page = sha256(bytes(range(32)) + b"d" * 32).digest(), bytes(range(32))
+    assert storage_key(page, b"d" * 32) == digest[:23] + b"\1" + page[24:]
+    assert storage_key(page, b"d" * 32, named=False) == digest[:23] + b"\0" + digest[24:]
 
 
 @pytest.mark.parametrize(

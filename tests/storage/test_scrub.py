@@ -60,7 +60,6 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.asyncio
 async def test_a_good_store_stays_as_it_is(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
@@ -72,7 +71,6 @@ async def test_a_good_store_stays_as_it_is(tmp_path: Path) -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("closed", [True, False])
 async def test_a_flipped_bit_costs_its_page_for_ever(tmp_path: Path, closed: bool) -> None:
     store = await open_at(tmp_path / "s")
@@ -94,7 +92,6 @@ async def test_a_flipped_bit_costs_its_page_for_ever(tmp_path: Path, closed: boo
         await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 45, 64, 64 + 96 * 3 + 40])
 async def test_a_damaged_header_block_costs_its_group(tmp_path: Path, at: int) -> None:
     store = await open_at(tmp_path / "s")
@@ -105,7 +102,6 @@ async def test_a_damaged_header_block_costs_its_group(tmp_path: Path, at: int) -
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_was_cut_off_is_dropped(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
@@ -123,7 +119,6 @@ async def all_good(keys: Sequence[PageKey], records: Sequence[object]) -> list[b
     return [True] * len(keys)
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_be_read_is_counted_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +136,6 @@ async def test_what_cannot_be_read_is_counted_and_left_alone(
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
@@ -151,7 +145,6 @@ async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
@@ -169,7 +162,6 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +190,6 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
     rng = Random("scrub")
@@ -224,7 +215,6 @@ async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: P
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
@@ -241,7 +231,6 @@ async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_waits_for_the_part_that_is_being_read(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
@@ -252,7 +241,6 @@ async def test_closing_waits_for_the_part_that_is_being_read(tmp_path: Path) -> 
         await scrubbing
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_cannot_list_its_pages_says_so() -> None:
     store = CheckedStore(MemoryBackend(), LAYOUT)
     with pytest.raises(ConfigError, match=r"MemoryBackend.*cannot be read through"):
@@ -284,7 +272,6 @@ def test_it_takes_as_long_as_the_rate_says_and_tells_how_far_it_is() -> None:
     simulate(world, 1)
 
 
-@pytest.mark.asyncio
 async def test_opened_without_pools_a_store_is_only_looked_at(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", "capacity=16MiB&segment=1MiB")
     keys = keys_of(500)

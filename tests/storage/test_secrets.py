@@ -114,7 +114,6 @@ def config(url: str, **more: Any) -> CacheConfig:
     return CacheConfig(model="m", components=(full,), page_size=4, storage=url, **more)
 
 
-@pytest.mark.asyncio
 async def test_a_cache_says_nothing(vault: Any) -> None:
     settings = config(URLS[0], storage_options={"password": CANARY})
     async with AsyncCache(settings) as cache:
@@ -127,7 +126,6 @@ async def test_a_cache_says_nothing(vault: Any) -> None:
     assert (path, options) == (f"me:{CANARY}@host:6379/0", {"password": CANARY})
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_cannot_be_opened_is_named_without_it(vault: Any) -> None:
     for settings in (config(URLS[0] + "?down=1"), config(URLS[6] + "&down=1"), config("memory:?password=" + CANARY)):
         with pytest.raises(Exception) as told:

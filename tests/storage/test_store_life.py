@@ -101,7 +101,6 @@ async def test_of_two_who_close_all_stores_both_succeed(loop: SimulatedLoop) -> 
     assert not store._leaving
 
 
-@pytest.mark.asyncio
 async def test_a_backend_that_is_none_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Half:
         closed_times = 0
@@ -121,7 +120,6 @@ async def test_a_backend_that_is_none_is_closed_again(monkeypatch: pytest.Monkey
     assert backend.closed_times == 1
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_was_closed_fails_calls_and_raises_nothing() -> None:
     layout = StoreLayout({"full": 1 << 20}, bytes(32))
     key, payload = PageKey("full", bytes(32)), memoryview(bytearray(1 << 20))

@@ -439,7 +439,6 @@ async def test_a_copy_takes_whole_pages_of_memory(loop: SimulatedLoop) -> None:
     await promotions.aclose()
 
 
-@pytest.mark.asyncio
 async def test_large_copies_are_made_in_a_thread() -> None:
     store = TieredStore(room=4 << 20)
     pages: list[bytes] = []
@@ -659,7 +658,6 @@ async def test_honest_stores_agree_with_a_dict(loop: SimulatedLoop) -> None:
 
 
 
-@pytest.mark.asyncio
 async def test_no_thread_is_left_by_promotions_whose_closing_was_cancelled() -> None:
     class LetsGoLate:
         async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:

@@ -76,7 +76,6 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("plug_in")
 async def test_a_backend_is_found_by_its_entry_point() -> None:
     store = await open_store("shelf:?capacity=1MiB", LAYOUT)
@@ -85,27 +84,23 @@ async def test_a_backend_is_found_by_its_entry_point() -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("plug_in")
 async def test_an_unknown_scheme_is_refused_with_a_list_of_what_is_installed() -> None:
     with pytest.raises(ConfigError, match=r"unknown backend 'teapot'; installed: .*shelf"):
         await open_store("teapot:/x", LAYOUT)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("plug_in")
 async def test_a_plug_in_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'broken' cannot be imported from plugin_that_raises:.*no shelf"):
         await open_store("broken:", LAYOUT)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("plug_in")
 async def test_a_capacity_below_one_page_is_refused() -> None:
     with pytest.raises(ConfigError, match="capacity=4096"):
         await open_store("shelf:?capacity=4096", LAYOUT)
 
 
-@pytest.mark.asyncio
 async def test_none_is_no_store() -> None:
     assert await open_store("none", LAYOUT) is None

@@ -21,7 +21,6 @@ def names() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("test-workers"))
 
 
-@pytest.mark.asyncio
 async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
     workers = ThreadPool(3, "test-workers")
 
@@ -39,7 +38,6 @@ async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
     workers.close()
 
 
-@pytest.mark.asyncio
 async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
     workers, barrier = ThreadPool(3, "test-workers"), threading.Barrier(3)
     futures = [workers.call(barrier.wait, timeout=30) for _ in range(3)]
@@ -49,7 +47,6 @@ async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
     workers.close()
 
 
-@pytest.mark.asyncio
 async def test_run_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
     workers = ThreadPool(1, "test-workers")
     assert await workers.run(divmod, 7, 2) == (3, 1)
@@ -58,7 +55,6 @@ async def test_run_returns_what_the_function_returns_and_raises_what_it_raises()
     workers.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("sizes", [[5 << 20, 0, 0], [0, 5 << 20, 0], [0, 0, 1 << 20], [3 << 20, 3 << 20, 0], [0, 0]])
 async def test_work_that_is_spread_leaves_nothing_out_not_even_what_has_no_bytes(sizes: list[int]) -> None:
     workers, things = ThreadPool(2, "test-workers"), [f"thing {i}" for i in range(len(sizes))]
@@ -67,7 +63,6 @@ async def test_work_that_is_spread_leaves_nothing_out_not_even_what_has_no_bytes
     workers.close()
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_run_ends_only_after_its_function() -> None:
     workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
     ended: list[bool] = []
@@ -89,7 +84,6 @@ async def test_a_cancelled_run_ends_only_after_its_function() -> None:
     workers.close()
 
 
-@pytest.mark.asyncio
 async def test_asyncio_does_not_complain_of_the_error_of_a_cancelled_run() -> None:
     workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
     complaints: list[object] = []
@@ -113,7 +107,6 @@ async def test_asyncio_does_not_complain_of_the_error_of_a_cancelled_run() -> No
     workers.close()
 
 
-@pytest.mark.asyncio
 async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
     workers = ThreadPool(2, "test-workers")
     assert names() == []
@@ -126,7 +119,6 @@ async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
         workers.call(int)
 
 
-@pytest.mark.asyncio
 async def test_what_was_handed_in_is_done_before_close_returns() -> None:
     workers = ThreadPool(1, "test-workers")
     done: list[int] = []
@@ -136,7 +128,6 @@ async def test_what_was_handed_in_is_done_before_close_returns() -> None:
     assert done == list(range(50))
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
     workers, gate = ThreadPool(1, "test-workers"), threading.Event()
     first, second = workers.call(gate.wait, 30), workers.call(int, "7")
@@ -146,7 +137,6 @@ async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
     workers.close()
 
 
-@pytest.mark.asyncio
 async def test_libraries_use_the_same_threads_as_an_executor() -> None:
     workers, loop = ThreadPool(2, "test-workers"), asyncio.get_running_loop()
     assert isinstance(workers, Executor)
@@ -165,7 +155,6 @@ class Buffer:
     """Something that can be seen to be gone."""
 
 
-@pytest.mark.asyncio
 async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
     workers, buffer = ThreadPool(1, "test-workers"), Buffer()
     seen = weakref.ref(buffer)
@@ -199,7 +188,6 @@ def test_who_forgets_to_close_can_still_end() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5\n", "")
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_raises_stop_iteration_ends() -> None:
     """A future does not take that error, so who waits for it would wait for ever."""
     pool = ThreadPool(1, "pool")

@@ -11,7 +11,6 @@ from asynccache.testing.backend_suite import LAYOUT
 from tests.stores.test_mooncake_returns import Scripted, opened
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("code", [-1, -600, -706])
 async def test_a_clear_that_the_store_refuses_raises(code: int) -> None:
     """Only codes that mean a lost master were looked at."""
@@ -20,7 +19,6 @@ async def test_a_clear_that_the_store_refuses_raises(code: int) -> None:
             await backend.clear()
 
 
-@pytest.mark.asyncio
 async def test_a_name_that_no_machine_can_have() -> None:
     with pytest.raises(ConfigError, match=r"a\.\.b"):
         await MooncakeBackend.open(parse_url("mooncake://a..b:1"), LAYOUT)

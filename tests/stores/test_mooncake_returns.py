@@ -97,20 +97,17 @@ async def get(backend: MooncakeBackend, count: int) -> list[Result]:
     return await backend.get(keys, [record_of(key) for key in keys])
 
 
-@pytest.mark.asyncio
 async def test_each_page_of_a_put_has_its_own_fate() -> None:
     async with opened(Scripted([0, -600, -705, -1, -800])) as backend:
         assert await put(backend, 5) == [HIT, FAILED, HIT, FAILED, FAILED]
         assert backend.stats()["pages"] == 2
 
 
-@pytest.mark.asyncio
 async def test_each_page_of_a_get_has_its_own_fate() -> None:
     async with opened(Scripted([16448, -704, 16447, -703, -901])) as backend:
         assert await get(backend, 5) == [HIT, MISS, CORRUPT, MISS, FAILED]
 
 
-@pytest.mark.asyncio
 async def test_only_the_pages_that_found_no_room_are_put_again() -> None:
     library = Scripted([0, -200, 0, -200], [-200, 0], [0])
     async with opened(library) as backend:
@@ -120,7 +117,6 @@ async def test_only_the_pages_that_found_no_room_are_put_again() -> None:
         assert (backend.stats()["full_waits"], backend.stats()["full_pages"]) == (2, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_stays_full_fails_the_pages_and_not_the_call() -> None:
     library = Scripted(*[[-200, -101]] * 4)
     async with opened(library) as backend:
@@ -129,13 +125,11 @@ async def test_a_store_that_stays_full_fails_the_pages_and_not_the_call() -> Non
         assert (backend.stats()["full_waits"], backend.stats()["full_pages"]) == (3, 2)
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_kept_by_a_lease_is_not_deleted() -> None:
     async with opened(Scripted([0, -706, -704])) as backend:
         assert await backend.delete(keys_of(3)) == [HIT, FAILED, MISS]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("code", "error"), [(-800, Unavailable), (-900, Unavailable), (-901, Timeout)])
 async def test_a_call_that_reached_nobody_raises(code: int, error: type[BackendError]) -> None:
     async with opened(Scripted([code] * 2)) as backend:
@@ -144,7 +138,6 @@ async def test_a_call_that_reached_nobody_raises(code: int, error: type[BackendE
         assert (backend.stats()["errors"], backend.stats()["lost_calls"]) == (2, 1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("code", [-900, -901])
 async def test_presence_that_cannot_be_asked_raises(code: int) -> None:
     async with opened(Scripted([code] * 2)) as backend:
@@ -152,7 +145,6 @@ async def test_presence_that_cannot_be_asked_raises(code: int) -> None:
             await backend.exists(keys_of(2))
 
 
-@pytest.mark.asyncio
 async def test_after_the_master_is_lost_the_library_is_left_alone_until_it_answers() -> None:
     library = Scripted([-900])
     async with opened(library) as backend:
@@ -166,7 +158,6 @@ async def test_after_the_master_is_lost_the_library_is_left_alone_until_it_answe
         assert len(library.asked) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_part_that_reached_nobody_spares_the_others_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_PAGES", 1)
     library = Scripted([-800])
@@ -176,27 +167,23 @@ async def test_a_part_that_reached_nobody_spares_the_others_the_wait(monkeypatch
         assert len(library.asked) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_failed_transfer_of_a_page_of_another_length_is_corrupt() -> None:
     async with opened(Scripted([-800, -600, -800], sizes=(16448, 5000, 70000))) as backend:
         assert await get(backend, 3) == [FAILED, CORRUPT, CORRUPT]
 
 
-@pytest.mark.asyncio
 async def test_a_clear_that_fails_raises() -> None:
     async with opened(Scripted([-901])) as backend:
         with pytest.raises(Timeout):
             await backend.clear()
 
 
-@pytest.mark.asyncio
 async def test_an_answer_of_the_wrong_length_is_no_answer() -> None:
     async with opened(Scripted([0])) as backend:
         with pytest.raises(BackendError, match="1 codes for 2"):
             await put(backend, 2)
 
 
-@pytest.mark.asyncio
 async def test_parts_of_a_cancelled_call_that_have_not_begun_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_PAGES", 1)
     begun, go_on = threading.Event(), threading.Event()

@@ -62,7 +62,6 @@ async def stored_keys(url: str) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_odd_names_of_models_and_tenants_are_harmless(kind: str, url: str, tmp_path: Path, request: Any) -> None:
     """Each is stored and found again, and all that is in the store is under keys of 32 bytes that are digests."""
     seed = fresh_seed()
@@ -110,7 +109,6 @@ def test_a_model_that_is_no_text_is_refused(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["..", ".", "-rf", "__class__", "насос", "x" * 200])
 async def test_odd_names_of_pools_are_harmless_or_refused(name: str, url: str) -> None:
     with suppress(ConfigError):
@@ -134,7 +132,6 @@ VARIANTS: Mapping[str, Callable[[str], CacheConfig]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_what_is_not_the_same_never_meets(url: str) -> None:
     """Models, dtypes, page sizes, layers and tenants: each finds its own, and nobody else's."""
     tokens = prompt(base(url), fresh_seed())

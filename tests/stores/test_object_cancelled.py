@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from asynccache.storage import Result
 from tests.storage.page_kit import fill, put
 from tests.stores.object_store_kit import bare, folder_url, open_at, opened, some_keys
@@ -15,7 +13,6 @@ from tests.stores.object_store_kit import bare, folder_url, open_at, opened, som
 HIT = Result.HIT
 
 
-@pytest.mark.asyncio
 async def test_a_put_cancelled_as_its_pack_is_about_to_begin_ends(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path, "refresh=0&parallel=1")) as store:
         uploads = bare(store)._uploads
@@ -35,7 +32,6 @@ async def test_a_put_cancelled_as_its_pack_is_about_to_begin_ends(tmp_path: Path
         await fill(store, some_keys("third", 2))
 
 
-@pytest.mark.asyncio
 async def test_closing_that_is_cancelled_leaves_nothing_running(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
     backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
@@ -50,7 +46,6 @@ async def test_closing_that_is_cancelled_leaves_nothing_running(tmp_path: Path) 
     assert asyncio.all_tasks() == before
 
 
-@pytest.mark.asyncio
 async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path) -> None:
     backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
     await asyncio.sleep(0)

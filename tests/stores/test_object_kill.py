@@ -44,7 +44,6 @@ def numbers(said: list[str], word: str) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 @pytest.mark.parametrize("place", ["s3", "folder"])
 async def test_what_a_killed_writer_had_stored_is_there(
     place: str, s3_server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

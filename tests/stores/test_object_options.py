@@ -86,7 +86,6 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         connect(parse_url("s3://bucket"), settings_of(parse_url("s3://bucket")))
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_is_not_there_is_unavailable_soon_and_keeps_its_secrets(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:

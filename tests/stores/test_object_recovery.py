@@ -32,7 +32,6 @@ async def check(url: str, count: int, missing: tuple[int, ...] = ()) -> dict[str
         return dict(store.stats())
 
 
-@pytest.mark.asyncio
 async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     await fill_packs(url, 10)
@@ -46,7 +45,6 @@ async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) 
     assert (stats["footers_read"], stats["pages"]) == (1, 284)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
 async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
     url = folder_url(tmp_path)
@@ -63,7 +61,6 @@ async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
     assert stats["bad_snapshots"] == (harm != "remove")
 
 
-@pytest.mark.asyncio
 async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     await fill_packs(url, 70)
@@ -75,7 +72,6 @@ async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path
     assert (await check(url, 70, missing=(0, 1, 2)))["vanished_packs"] == 3
 
 
-@pytest.mark.asyncio
 async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     await fill_packs(url, 70)
@@ -92,7 +88,6 @@ async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
         assert await get(store, keys) == [HIT, MISS, HIT, HIT]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("harm", ["cut", "cut within", "empty", "foreign", "other", "gone"])
 async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: Path, harm: str) -> None:
     url = folder_url(tmp_path)
@@ -120,7 +115,6 @@ async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: 
     assert stats["unreadable_packs"] == (harm != "gone")
 
 
-@pytest.mark.asyncio
 async def test_a_pack_of_another_record_schema_is_left_alone(tmp_path: Path) -> None:
     other = StoreLayout(LAYOUT.page_bytes, sha256(b"other").digest())
     async with opened(folder_url(tmp_path), other) as store:
@@ -132,7 +126,6 @@ async def test_a_pack_of_another_record_schema_is_left_alone(tmp_path: Path) -> 
         assert set(await get(store, some_keys("0", 4))) == {HIT}
 
 
-@pytest.mark.asyncio
 async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     await fill_packs(url, 1)
@@ -147,7 +140,6 @@ async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path
         assert await get(store, keys) == [HIT, MISS, HIT, HIT]
 
 
-@pytest.mark.asyncio
 async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "packs").mkdir()
     theirs = tmp_path / "packs" / "readme.txt"

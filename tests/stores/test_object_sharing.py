@@ -20,7 +20,6 @@ HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 SOON = "refresh=0.02"
 
 
-@pytest.mark.asyncio
 async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
@@ -34,7 +33,6 @@ async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
         assert two.stats()["footers_read"] == 3
 
 
-@pytest.mark.asyncio
 async def test_without_refresh_others_pages_are_not_looked_for(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as one, opened(folder_url(tmp_path)) as two:
         await fill(one, some_keys("0", 5))
@@ -42,7 +40,6 @@ async def test_without_refresh_others_pages_are_not_looked_for(tmp_path: Path) -
         assert two.stats()["lists"] == 1
 
 
-@pytest.mark.asyncio
 async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
@@ -56,7 +53,6 @@ async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_
         assert await get(one, keys) == [HIT, MISS, HIT, HIT, HIT]
 
 
-@pytest.mark.asyncio
 async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     async with opened(url) as one, opened(url) as two:
@@ -71,7 +67,6 @@ async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
         await fill(two, keys)
 
 
-@pytest.mark.asyncio
 async def test_writers_of_the_same_pages_harm_nobody(tmp_path: Path) -> None:
     url, keys = folder_url(tmp_path), some_keys("0", 20)
     async with opened(url) as one, opened(url) as two, opened(url) as three:
@@ -87,7 +82,6 @@ def name_ahead(seconds: float) -> str:
     return first_name(min(int((time.time() + seconds) * 1000), LAST_STAMP)) + token_hex(10)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("ahead", [3600.0, 48 * 3600.0, 2**48 / 1000])
 async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_again(
     tmp_path: Path, ahead: float, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +105,6 @@ async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_
         assert await get(store, keys + others) == [HIT] * 5
 
 
-@pytest.mark.asyncio
 async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     keys = some_keys("0", 4)
@@ -126,7 +119,6 @@ async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_rea
         assert await get(store, keys) == [MISS, MISS, HIT, HIT]
 
 
-@pytest.mark.asyncio
 async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
     url, told = folder_url(tmp_path, SOON), set[bytes]()
     async with opened(url) as one, opened(url) as two:
@@ -145,7 +137,6 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
         await until(lambda: told == {key.key for key in keys[3:]}, "told")
 
 
-@pytest.mark.asyncio
 async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         for n in range(4):
@@ -159,7 +150,6 @@ async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
         assert found == [2, 2, 0, 2]
 
 
-@pytest.mark.asyncio
 async def test_small_puts_share_packs(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         keys = some_keys("0", 100)
@@ -171,7 +161,6 @@ async def test_small_puts_share_packs(tmp_path: Path) -> None:
         assert store.stats()["range_reads"] <= 4
 
 
-@pytest.mark.asyncio
 async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         await fill(store, some_keys("0", 4))
@@ -183,7 +172,6 @@ async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> Non
         assert set(await get(store, some_keys("1", 4))) == {HIT}
 
 
-@pytest.mark.asyncio
 async def test_what_a_rule_of_the_bucket_has_removed_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

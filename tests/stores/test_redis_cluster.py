@@ -37,7 +37,6 @@ async def _empty(cluster: RedisCluster) -> None:
     assert _counts(cluster) == [0, 0, 0]
 
 
-@pytest.mark.asyncio
 async def test_pages_spread_over_all_and_come_back_in_order(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(90)
@@ -59,7 +58,6 @@ async def _parts(backend: RedisBackend) -> Any:
         yield part
 
 
-@pytest.mark.asyncio
 async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(30)
@@ -73,7 +71,6 @@ async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) ->
         assert await backend.exists(keys) == [HIT] * 30
 
 
-@pytest.mark.asyncio
 async def test_cluster_off_and_on(redis_cluster: RedisCluster) -> None:
     with pytest.raises(ConfigError, match="several hosts"):
         await RedisBackend.open(parse_url(f"{redis_cluster.url}?cluster=off"), LAYOUT)
@@ -136,7 +133,6 @@ async def _say(server: RedisServer, words: Sequence[bytes]) -> bytes:
     return line
 
 
-@pytest.mark.asyncio
 async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
     """Before, half-way (ASK) and after (MOVED), with and without the page there; the map is read anew."""
     await _empty(redis_cluster)
@@ -166,7 +162,6 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
         assert sum(_counts(redis_cluster)) == 40
 
 
-@pytest.mark.asyncio
 async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connections(redis_cluster: RedisCluster) -> None:
     """Also one that was at work for a request when the map changed. Servers that come and go leave nothing behind."""
     await _empty(redis_cluster)
@@ -193,7 +188,6 @@ async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connectio
         assert await backend.delete(keys) == [HIT] * 30
 
 
-@pytest.mark.asyncio
 async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(60)
@@ -217,7 +211,6 @@ async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisClust
         assert await put(store, keys) == [HIT] * 60
 
 
-@pytest.mark.asyncio
 async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(60)
@@ -241,7 +234,6 @@ async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: Re
         await until(whole)
 
 
-@pytest.mark.asyncio
 async def test_a_cluster_that_is_gone_is_unavailable() -> None:
     with RedisCluster() as cluster:
         async with opened(cluster.url) as backend:
@@ -265,7 +257,6 @@ async def test_a_cluster_that_is_gone_is_unavailable() -> None:
             await put_all(backend, keys)
 
 
-@pytest.mark.asyncio
 async def test_cancelled_with_all_nodes_at_work(redis_cluster: RedisCluster) -> None:
     keys = [page_key(f"c{i}") for i in range(60)]
     async with opened(redis_cluster.url) as backend:

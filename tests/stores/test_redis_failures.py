@@ -34,7 +34,6 @@ async def _answers(store: CheckedStore) -> bool:
     return (await store.exists([page_key("anything")]))[0] is not FAILED
 
 
-@pytest.mark.asyncio
 async def test_killed_and_started_again(server: RedisServer) -> None:
     """Pages are gone (nothing is saved), calls fail at once meanwhile, and hits come back by themselves."""
     keys = keys_of(20)
@@ -52,7 +51,6 @@ async def test_killed_and_started_again(server: RedisServer) -> None:
         assert await get(store, keys) == [HIT] * 20
 
 
-@pytest.mark.asyncio
 async def test_killed_in_the_middle_of_calls(server: RedisServer) -> None:
     """No call hangs, raises or serves a wrong byte."""
     keys = [page_key(str(i)) for i in range(64)]
@@ -67,7 +65,6 @@ async def test_killed_in_the_middle_of_calls(server: RedisServer) -> None:
         assert FAILED in await get(store, keys)
 
 
-@pytest.mark.asyncio
 async def test_hung_until_the_deadline(server: RedisServer) -> None:
     """A call ends at its deadline and its buffers are free; when the server wakes, nobody's page is touched."""
     keys = keys_of(40)
@@ -84,7 +81,6 @@ async def test_hung_until_the_deadline(server: RedisServer) -> None:
         assert store.stats()["timeouts"] >= 2
 
 
-@pytest.mark.asyncio
 async def test_hung_in_the_middle_of_a_page_and_cancelled(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(64)]
     async with opened(server.url, BIG) as backend:
@@ -109,7 +105,6 @@ async def put_big(backend: RedisBackend, count: int, first: int = 0) -> list[Res
     return await backend.put(keys, [record_of(key, BIG) for key in keys])
 
 
-@pytest.mark.asyncio
 async def test_full_refuses_pages_and_serves_what_it_has() -> None:
     with RedisServer(maxmemory=8 << 20) as server:
         async with opened(server.url, BIG) as backend:
@@ -124,7 +119,6 @@ async def test_full_refuses_pages_and_serves_what_it_has() -> None:
             assert backend.stats()["pages"] == stored
 
 
-@pytest.mark.asyncio
 async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -152,7 +146,6 @@ def _sets(server: RedisServer) -> str:
     return next(line for line in server.say("INFO", "commandstats").splitlines() if line.startswith("cmdstat_set:"))
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_evicts_forgets_old_pages() -> None:
     with RedisServer(maxmemory=8 << 20, options=("--maxmemory-policy", "allkeys-lru")) as server:
         async with opened(server.url, BIG) as backend:
@@ -163,7 +156,6 @@ async def test_a_server_that_evicts_forgets_old_pages() -> None:
             assert set(results) == {HIT, MISS}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("password", "opens"), [("hunter2", True), ("wrong", False), ("", False)])
 async def test_a_password(password: str, opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCCACHE_REDIS_PASSWORD", raising=False)
@@ -179,7 +171,6 @@ async def test_a_password(password: str, opens: bool, monkeypatch: pytest.Monkey
             assert "wrong" not in str(caught.value)
 
 
-@pytest.mark.asyncio
 async def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer(password="hunter2") as server:
         monkeypatch.setenv("ASYNCCACHE_REDIS_PASSWORD", "hunter2")
@@ -187,7 +178,6 @@ async def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
             await put_all(backend, keys_of(3))
 
 
-@pytest.mark.asyncio
 async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> None:
     """The rules in docs/stores/redis.md."""
     server.say(
@@ -209,7 +199,6 @@ async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> Non
             await backend.exists(keys)
 
 
-@pytest.mark.asyncio
 async def test_tls() -> None:
     with RedisServer(tls=True) as server:
         async with checked(server.url) as store:
@@ -231,7 +220,6 @@ async def test_tls() -> None:
             assert await get(store, keys) == [HIT] * 32
 
 
-@pytest.mark.asyncio
 async def test_tls_without_trust_and_nonsense() -> None:
     with RedisServer(tls=True) as server:
         for url in (f"rediss://{HOST}:{server.port}", f"redis://{HOST}:{server.port}", f"{server.url}&tls_name=other"):
@@ -239,7 +227,6 @@ async def test_tls_without_trust_and_nonsense() -> None:
                 await RedisBackend.open(parse_url(url), LAYOUT)
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_became_a_replica(server: RedisServer) -> None:
     """It takes no page any more; the next call finds out who is there now, by a new connection."""
     keys = keys_of(5)
@@ -256,7 +243,6 @@ async def test_a_server_that_became_a_replica(server: RedisServer) -> None:
         assert backend.stats()["connects"] > before
 
 
-@pytest.mark.asyncio
 async def test_something_else_under_a_page_s_name(server: RedisServer) -> None:
     """It is CORRUPT; a checked store forgets it, and the page can be stored."""
     key = page_key("x")
@@ -279,7 +265,6 @@ async def plant(server: RedisServer, name: bytes) -> None:
     await writer.wait_closed()
 
 
-@pytest.mark.asyncio
 async def test_nobody_there_when_it_is_opened() -> None:
     with RedisServer() as server:
         url = server.url
@@ -287,7 +272,6 @@ async def test_nobody_there_when_it_is_opened() -> None:
         await RedisBackend.open(parse_url(url), LAYOUT)
 
 
-@pytest.mark.asyncio
 async def test_a_database_of_its_own(server: RedisServer) -> None:
     async with opened(f"{server.url}/3") as third, opened(server.url) as first:
         await put_all(third, keys_of(4))
@@ -298,7 +282,6 @@ async def test_a_database_of_its_own(server: RedisServer) -> None:
         await RedisBackend.open(parse_url(f"{server.url}/999"), LAYOUT)
 
 
-@pytest.mark.asyncio
 async def test_connections_that_the_server_closes_are_made_anew(server: RedisServer) -> None:
     async with opened(server.url) as backend:
         await put_all(backend, keys_of(4))
@@ -309,7 +292,6 @@ async def test_connections_that_the_server_closes_are_made_anew(server: RedisSer
             assert (await get_all(backend, keys_of(4)))[0] == [HIT] * 4
 
 
-@pytest.mark.asyncio
 async def test_cancelled_while_opening(server: RedisServer) -> None:
     """Nothing stays open: what does would be a warning, which is an error here."""
     for turns in range(6):

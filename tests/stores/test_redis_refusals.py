@@ -32,7 +32,6 @@ def server() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("cut", range(1, 24))
 async def test_refusals_in_two_parts_are_heard_at_once(cut: int) -> None:
     """However few of their bytes come at once."""
@@ -54,7 +53,6 @@ async def test_refusals_in_two_parts_are_heard_at_once(cut: int) -> None:
             assert [(reply.code, str(reply)) for reply in await asking] == [("OOM", "OOM x")] * 3
 
 
-@pytest.mark.asyncio
 async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
     async with peer(answers(b"*0\r\n", b"*0\r\n")) as settings:
         router = Router(settings, Counter())
@@ -65,7 +63,6 @@ async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
         await router.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_map_that_is_read_anew_ends_no_connection_that_is_being_made() -> None:
     """It has no slots any more, and says so itself, and who has them."""
     asked, signed_in = asyncio.Event(), asyncio.Event()
@@ -87,7 +84,6 @@ async def test_a_map_that_is_read_anew_ends_no_connection_that_is_being_made() -
         await router.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_map_that_is_read_anew_closes_no_server_that_was_chosen_for_a_request() -> None:
     """The request is about to begin, and the server has no slots any more by then."""
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,7 +104,6 @@ async def test_a_map_that_is_read_anew_closes_no_server_that_was_chosen_for_a_re
         await router.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
     """The first that would be asked for the map hangs, and every request has less time than ``stall``. The requests do
     not wait for the map, and it is asked of the next server."""
@@ -186,7 +181,6 @@ async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asy
             await router.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_drips_its_map_keeps_neither_the_map_old_nor_requests_waiting() -> None:
     async with dripping() as (router, asking, asked), asyncio.timeout(5):
         await asked.wait()
@@ -194,7 +188,6 @@ async def test_a_server_that_drips_its_map_keeps_neither_the_map_old_nor_request
         await until(lambda: router._refreshing is not None and router._refreshing.done())
 
 
-@pytest.mark.asyncio
 async def test_a_router_that_is_closed_reads_no_map() -> None:
     async with dripping() as (router, asking, asked), asyncio.timeout(5):
         reading = router._refreshing
@@ -208,7 +201,6 @@ async def test_a_router_that_is_closed_reads_no_map() -> None:
         assert not asked.is_set()
 
 
-@pytest.mark.asyncio
 async def test_pages_of_which_nothing_is_known_are_not_listed(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(3)]
     async with opened(server.url) as backend:
@@ -219,7 +211,6 @@ async def test_pages_of_which_nothing_is_known_are_not_listed(server: RedisServe
         assert await backend.exists(keys) == [Result.HIT] * 3
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer) -> None:
     key = page_key("x")
     async with opened(server.url) as backend:
@@ -229,7 +220,6 @@ async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer)
             await backend.clear()
 
 
-@pytest.mark.asyncio
 async def test_a_name_that_no_machine_can_have() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         await RedisBackend.open(parse_url("redis://a..b"), LAYOUT)

@@ -110,7 +110,6 @@ async def lose(config: CacheConfig, losses: Iterable[tuple[list[int], tuple[Gone
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_what_lacks_a_page_is_a_hit_up_to_there(shape: str, url: str) -> None:
     config = SHAPES[shape](host=256, storage=url, prefetch_policy="wait_complete")

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 import asynccache_vllm
-from asynccache_vllm.counts import LOADED, LOOKUPS, STORED
+from asynccache_vllm.counts import DESCRIPTIONS, LOADED, LOOKUPS, STORED
 from asynccache_vllm.namespace import engine_facts, weights_fact
 from vllm.config import (
     AttentionConfig,
@@ -221,7 +221,7 @@ def test_methods_may_come_from_any_thread_under_one_lock(tmp_path: Path) -> None
 
 def test_vllms_metrics_are_told(tmp_path: Path) -> None:
     definitions = asynccache_vllm.AsyncCacheTier.build_metric_definitions({})
-    assert definitions.keys() == {LOOKUPS, LOADED, STORED}
+    assert definitions.keys() == DESCRIPTIONS.keys() >= {LOOKUPS, LOADED, STORED}
     assert all(one.labelnames == ("result",) for one in definitions.values())
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(8))

@@ -20,7 +20,6 @@ async def come(address: str, rank: int) -> Link:
     return link
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_restarts_before_all_have_come_takes_its_place_and_nobody_does_afterwards() -> None:
     async with listen(ANYWHERE, Topology(tp=3), secret=SECRET) as workers:
         arriving = asyncio.create_task(workers.arrived())
@@ -45,7 +44,6 @@ async def test_a_worker_that_restarts_before_all_have_come_takes_its_place_and_n
 
 
 @pytest.mark.slow(2)
-@pytest.mark.asyncio
 async def test_each_worker_that_comes_gives_the_next_one_as_long_and_one_that_comes_again_does_not() -> None:
     loop, patience = asyncio.get_running_loop(), 1.0
     async with listen(ANYWHERE, Topology(tp=3), secret=SECRET, arrival=patience) as workers:
@@ -65,7 +63,6 @@ async def test_each_worker_that_comes_gives_the_next_one_as_long_and_one_that_co
             link.abort()
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_no_hello_can_hold_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^rank="):
         async with connect(ANYWHERE, 1 << 64, secret=SECRET):

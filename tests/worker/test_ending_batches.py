@@ -23,7 +23,6 @@ def overs(worker: Opened) -> list[Message]:
     return [message for message in worker.told if isinstance(message, BatchOver)]
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_is_refused() -> None:
     """Also before the loop has had a turn to take note of the first."""
     async with opened() as worker:
@@ -51,7 +50,6 @@ async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_
         assert await worker.face.heard(1) is None
 
 
-@pytest.mark.asyncio
 async def test_a_copy_waits_for_a_batch_that_is_ended_in_a_thread_until_the_loop_knows_its_event() -> None:
     """From when a thread has ended it, nobody may take it for over."""
     async with opened() as worker:
@@ -64,7 +62,6 @@ async def test_a_copy_waits_for_a_batch_that_is_ended_in_a_thread_until_the_loop
         assert not worker.server.batches.lacks_event((1,))
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_is_closed_says_so_whatever_its_engine_asks() -> None:
     async with opened() as worker:
         batch = worker.loaded(1)
@@ -78,7 +75,6 @@ async def test_a_worker_that_is_closed_says_so_whatever_its_engine_asks() -> Non
         batch.end()
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_closed() -> None:
     async with opened() as worker:
         first = worker.loaded(1)
@@ -93,7 +89,6 @@ async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_clos
         first.end()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None:
     """It computes nothing on pages that never came; also if the head has heard of it before the engine asks."""
     async with opened() as worker:
@@ -114,7 +109,6 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
         assert all(message.status is Status.DONE for message in worker.told if isinstance(message, Ended))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("asked_at_once", [True, False])
 async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_come(asked_at_once: bool) -> None:
     """A worker that cannot go on tells its engine, which does not wait for the head to hear of it and to answer."""
@@ -138,7 +132,6 @@ async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_c
         assert Died("OSError: the driver is gone") in worker.told
 
 
-@pytest.mark.asyncio
 async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks() -> None:
     """And hands out no batch, though one was not read: nobody wants it any more."""
     async with opened() as worker:
@@ -164,7 +157,6 @@ async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks
                 call()
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_fails() -> None:
     """Not only when the worker has closed, which may take as long as a store does."""
     async with opened() as worker:
@@ -180,7 +172,6 @@ async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_
         first.end()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("when", ["done", "wait"])
 async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not_lost_in_silence(when: str) -> None:
     class Broken:

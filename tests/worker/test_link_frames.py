@@ -48,7 +48,6 @@ def places(folder: Path) -> list[str]:
     return [ANYWHERE, "[::1]:0", f"unix:{folder}/socket", "localhost:0"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("place", range(4))
 async def test_every_frame_is_heard_once_and_in_order_in_both_directions(place: int, tmp_path: Path) -> None:
     sent = [bytes([i % 256]) * (1 + i * i) for i in range(60)] + [bytes(16 << 20), b"end"]
@@ -62,7 +61,6 @@ async def test_every_frame_is_heard_once_and_in_order_in_both_directions(place: 
         assert heard_by_head == [one[::-1] for one in sent]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("everywhere", "elsewhere"), [("0.0.0.0", "127.0.0.2"), ("[::]", "[::1]")])
 async def test_a_head_that_listens_everywhere_is_reached_by_any_of_its_addresses(
     everywhere: str, elsewhere: str
@@ -77,7 +75,6 @@ async def test_a_head_that_listens_everywhere_is_reached_by_any_of_its_addresses
         assert worker._transport.get_extra_info("peername")[0] == elsewhere.strip("[]")
 
 
-@pytest.mark.asyncio
 async def test_tcp_does_not_wait_for_more_to_send() -> None:
     async with connected() as pair:
         for link in pair[:2]:
@@ -85,7 +82,6 @@ async def test_tcp_does_not_wait_for_more_to_send() -> None:
             assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-@pytest.mark.asyncio
 async def test_a_frame_goes_out_at_once_and_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected() as (head, worker, _):
         ear = Ear(worker)
@@ -96,7 +92,6 @@ async def test_a_frame_goes_out_at_once_and_in_one_write(monkeypatch: pytest.Mon
         assert await ear.hears(10) == [bytes([number]) for number in range(10)]
 
 
-@pytest.mark.asyncio
 async def test_frames_that_come_before_anybody_listens_wait_for_them() -> None:
     async with connected() as (head, worker, _):
         for number in range(100):
@@ -108,7 +103,6 @@ async def test_frames_that_come_before_anybody_listens_wait_for_them() -> None:
         assert [one[0] for one in await ear.hears(100)] == list(range(100))
 
 
-@pytest.mark.asyncio
 async def test_a_frame_is_neither_empty_nor_larger_than_the_bound() -> None:
     async with connected() as (head, worker, _):
         ear = Ear(worker)
@@ -119,7 +113,6 @@ async def test_a_frame_is_neither_empty_nor_larger_than_the_bound() -> None:
         assert await ear.hears(1) == [b"as ever"]
 
 
-@pytest.mark.asyncio
 async def test_an_idle_link_sends_signs_of_life_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(timeout=0.4) as (head, worker, _):
         ears = Ear(head), Ear(worker)
@@ -130,7 +123,6 @@ async def test_an_idle_link_sends_signs_of_life_and_nothing_else(monkeypatch: py
         assert not any(ear.lost or ear.frames for ear in ears)
 
 
-@pytest.mark.asyncio
 async def test_what_is_sent_is_a_sign_of_life_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(timeout=4.0) as (head, worker, _):
         Ear(head), Ear(worker)
@@ -141,7 +133,6 @@ async def test_what_is_sent_is_a_sign_of_life_itself(monkeypatch: pytest.MonkeyP
         assert BEAT not in written
 
 
-@pytest.mark.asyncio
 async def test_who_is_silent_past_the_time_out_is_lost_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(timeout=0.4) as (head, worker, _):
         Ear(worker)
@@ -153,7 +144,6 @@ async def test_who_is_silent_past_the_time_out_is_lost_and_not_before(monkeypatc
         assert ear.lost == ["was silent for 0.4 s"]
 
 
-@pytest.mark.asyncio
 async def test_patience_may_be_longer_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(timeout=0.2) as (head, worker, _):
         Ear(worker)
@@ -166,7 +156,6 @@ async def test_patience_may_be_longer_for_a_while(monkeypatch: pytest.MonkeyPatc
         assert await ear.loses() == "was silent for 0.2 s"
 
 
-@pytest.mark.asyncio
 async def test_a_loop_that_was_busy_for_longer_than_the_time_out_blames_nobody() -> None:
     import time
 
@@ -177,7 +166,6 @@ async def test_a_loop_that_was_busy_for_longer_than_the_time_out_blames_nobody()
         assert not any(ear.lost for ear in ears)
 
 
-@pytest.mark.asyncio
 async def test_the_last_frames_are_heard_before_the_end_and_the_end_once() -> None:
     async with connected() as (head, worker, _):
         ear, other = Ear(worker), Ear(head)
@@ -193,7 +181,6 @@ async def test_the_last_frames_are_heard_before_the_end_and_the_end_once() -> No
         await head.aclose()
 
 
-@pytest.mark.asyncio
 async def test_both_ends_may_close_at_once_and_do_not_wait() -> None:
     async with connected() as (head, worker, _):
         ears = Ear(head), Ear(worker)
@@ -203,7 +190,6 @@ async def test_both_ends_may_close_at_once_and_do_not_wait() -> None:
         assert not any(ear.lost for ear in ears)
 
 
-@pytest.mark.asyncio
 async def test_closing_takes_a_bounded_time_although_the_peer_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "GRACE", 0.2)
     async with connected() as (head, _, _):            # the worker has not begun
@@ -216,7 +202,6 @@ async def test_closing_takes_a_bounded_time_although_the_peer_reads_nothing(monk
         assert not ear.lost
 
 
-@pytest.mark.asyncio
 async def test_cancelling_a_close_aborts() -> None:
     async with connected() as (head, worker, _):
         Ear(head)
@@ -229,7 +214,6 @@ async def test_cancelling_a_close_aborts() -> None:
         assert await Ear(worker).loses() in ("has left", "closed the connection")
 
 
-@pytest.mark.asyncio
 async def test_who_aborts_hears_nothing_more_and_its_peer_loses_it() -> None:
     async with connected() as (head, worker, _):
         ear, other = Ear(head), Ear(worker)
@@ -242,7 +226,6 @@ async def test_who_aborts_hears_nothing_more_and_its_peer_loses_it() -> None:
         assert (ear.frames, ear.lost, other.frames) == ([], [], [])
 
 
-@pytest.mark.asyncio
 async def test_who_aborts_while_it_hears_hears_no_later_frame() -> None:
     async with connected() as (head, worker, _):
         ear = Ear(worker, lambda _: worker.abort())
@@ -253,7 +236,6 @@ async def test_who_aborts_while_it_hears_hears_no_later_frame() -> None:
         assert (ear.frames, ear.lost) == ([b"\0"], [])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("sent", "frames", "reason"),
     [
@@ -274,7 +256,6 @@ async def test_what_is_no_frame_ends_the_link_after_all_that_were(sent: bytes, f
         assert (ear.at, len(ear.lost)) == ([frames], 1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(20))
 async def test_however_a_stream_is_cut_the_same_frames_are_heard(seed: int) -> None:
     rng = random.Random(seed)
@@ -290,7 +271,6 @@ async def test_however_a_stream_is_cut_the_same_frames_are_heard(seed: int) -> N
         assert await ear.hears(len(sent)) == sent
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(40))
 async def test_garbage_ends_a_link_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
@@ -303,7 +283,6 @@ async def test_garbage_ends_a_link_and_nothing_else(seed: int) -> None:
         assert listener.address
 
 
-@pytest.mark.asyncio
 async def test_what_the_listener_raises_ends_the_link_with_that_reason() -> None:
     def refuse(content: bytes) -> None:
         if content == b"odd":
@@ -321,7 +300,6 @@ async def test_what_the_listener_raises_ends_the_link_with_that_reason() -> None
             assert await other.loses() == "closed the connection"
 
 
-@pytest.mark.asyncio
 async def test_sending_never_waits_for_a_peer_that_does_not_read_and_is_bounded(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +312,6 @@ async def test_sending_never_waits_for_a_peer_that_does_not_read_and_is_bounded(
         assert (await ear.loses()).startswith("reads nothing any more")
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_has_died_is_lost_at_once() -> None:
     async with connected() as (head, worker, _):
         ear = Ear(head)
@@ -342,7 +319,6 @@ async def test_a_peer_that_has_died_is_lost_at_once() -> None:
         assert await ear.loses() == "closed the connection"
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_died_before_anybody_listened_is_lost_after_its_frames() -> None:
     async with connected() as (head, worker, _):
         worker.send(b"one")
@@ -356,7 +332,6 @@ async def test_a_peer_that_died_before_anybody_listened_is_lost_after_its_frames
         assert ear.frames == [b"one", b"two"]
 
 
-@pytest.mark.asyncio
 async def test_nothing_of_an_ended_link_is_left() -> None:
     before = asyncio.all_tasks()
     async with connected(timeout=0.2) as pair:

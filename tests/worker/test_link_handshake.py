@@ -92,7 +92,6 @@ async def end_of(reader: asyncio.StreamReader) -> bytes:
             return b""
 
 
-@pytest.mark.asyncio
 async def test_a_wrong_secret_is_not_authenticated_and_no_more_is_said() -> None:
     head = Head()
     listener = await head.open()
@@ -104,7 +103,6 @@ async def test_a_wrong_secret_is_not_authenticated_and_no_more_is_said() -> None
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_a_head_that_does_not_know_the_secret_hears_no_hello() -> None:
     heard = bytearray()
 
@@ -143,7 +141,6 @@ async def enter(
             await until(lambda: not open_here)
 
 
-@pytest.mark.asyncio
 async def test_a_worker_s_proof_sent_back_is_none_of_the_head_s() -> None:
     async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GREETING + secrets.token_bytes(NONCE))
@@ -155,7 +152,6 @@ async def test_a_worker_s_proof_sent_back_is_none_of_the_head_s() -> None:
         await enter(mirror)
 
 
-@pytest.mark.asyncio
 async def test_what_is_no_head_is_named() -> None:
     async def other_version(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GREETING[:-1] + b"\7" + bytes(NONCE))
@@ -174,7 +170,6 @@ async def test_what_is_no_head_is_named() -> None:
         await enter(talker)
 
 
-@pytest.mark.asyncio
 async def test_a_handshake_that_was_recorded_is_worth_nothing() -> None:
     head = Head()
     listener = await head.open()
@@ -196,7 +191,6 @@ async def test_a_handshake_that_was_recorded_is_worth_nothing() -> None:
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_read_before_the_proof() -> None:
     head = Head()
     listener = await head.open()
@@ -209,7 +203,6 @@ async def test_nothing_is_read_before_the_proof() -> None:
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(25))
 async def test_garbage_is_let_in_by_no_length_of_it(seed: int) -> None:
     rng = random.Random(seed)
@@ -236,7 +229,6 @@ async def test_garbage_is_let_in_by_no_length_of_it(seed: int) -> None:
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("length", [MOST_HELLO + 1, MOST_FRAME, 2**32 - 1])
 async def test_a_giant_hello_of_one_who_knows_the_secret_is_not_waited_for(length: int) -> None:
     head = Head()
@@ -254,7 +246,6 @@ async def test_a_giant_hello_of_one_who_knows_the_secret_is_not_waited_for(lengt
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_who_takes_too_long_is_closed_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "HANDSHAKE", 0.5)
     head = Head()
@@ -273,7 +264,6 @@ async def test_who_takes_too_long_is_closed_and_delays_nobody(monkeypatch: pytes
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_of_too_many_strangers_the_oldest_gives_way_and_a_worker_still_comes_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -295,7 +285,6 @@ async def test_of_too_many_strangers_the_oldest_gives_way_and_a_worker_still_com
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["a stranger comes", "the head listens no more"])
 async def test_a_worker_that_has_come_in_is_no_stranger_any_more(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MOST_STRANGERS", 1)
@@ -322,7 +311,6 @@ async def test_a_worker_that_has_come_in_is_no_stranger_any_more(what: str, monk
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_reaches_the_worker_as_a_sentence() -> None:
     head = Head(b"rank 1")
     listener = await head.open()
@@ -334,13 +322,11 @@ async def test_a_refusal_reaches_the_worker_as_a_sentence() -> None:
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_the_head_s_time_out_is_the_worker_s() -> None:
     async with connected(timeout=0.3) as (head, worker, _):
         assert (head.timeout, worker.timeout) == (0.3, 0.3)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("absurd", [0.0, -1.0, float("inf"), float("nan")])
 async def test_a_time_out_that_makes_silence_no_failure_is_no_answer(absurd: float) -> None:
     """NaN among the loop's timers would stop them, and 0 keep the loop busy."""
@@ -361,7 +347,6 @@ async def test_a_time_out_that_makes_silence_no_failure_is_no_answer(absurd: flo
         await gone.wait()
 
 
-@pytest.mark.asyncio
 async def test_a_worker_waits_for_a_head_that_comes_later(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/socket"
     opening = asyncio.create_task(open_link(address, SECRET, b"rank 1", timeout=30.0))
@@ -374,7 +359,6 @@ async def test_a_worker_waits_for_a_head_that_comes_later(tmp_path: Path) -> Non
     assert not (tmp_path / "socket").exists()
 
 
-@pytest.mark.asyncio
 async def test_a_worker_whose_head_does_not_come_says_so_in_time() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -386,14 +370,12 @@ async def test_a_worker_whose_head_does_not_come_says_so_in_time() -> None:
     assert 0.4 < loop.time() - began < 10.0
 
 
-@pytest.mark.asyncio
 async def test_a_head_that_says_nothing_is_not_waited_for_longer_than_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(RankFailure, match="did not answer within"):
             await open_link(f"127.0.0.1:{silent.getsockname()[1]}", SECRET, b"rank 1", timeout=0.5)
 
 
-@pytest.mark.asyncio
 async def test_cancelling_leaves_nothing_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         opening = asyncio.create_task(open_link(f"127.0.0.1:{silent.getsockname()[1]}", SECRET, b"", timeout=30.0))
@@ -406,7 +388,6 @@ async def test_cancelling_leaves_nothing_open() -> None:
             assert there.recv(10) == b""
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_a_listener_whose_opening_is_cancelled_listens_nowhere(kind: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -429,7 +410,6 @@ async def test_a_listener_whose_opening_is_cancelled_listens_nowhere(kind: str, 
     pytest.fail("it never opened")
 
 
-@pytest.mark.asyncio
 async def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
     for address in (ANYWHERE, f"unix:{tmp_path}/socket"):
         head = Head()
@@ -443,7 +423,6 @@ async def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
         await again.aclose()
 
 
-@pytest.mark.asyncio
 async def test_the_socket_of_a_head_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as killed:
@@ -455,7 +434,6 @@ async def test_the_socket_of_a_head_that_was_killed_is_no_obstacle(tmp_path: Pat
     await head.aclose(listener)
 
 
-@pytest.mark.asyncio
 async def test_a_unix_socket_is_private_from_the_moment_that_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,7 +450,6 @@ async def test_a_unix_socket_is_private_from_the_moment_that_it_is_there(
         os.umask(before)
 
 
-@pytest.mark.asyncio
 async def test_links_stay_when_the_listener_closes_and_strangers_do_not() -> None:
     async with connected() as (head, worker, listener):
         reader, writer = await stranger(listener)
@@ -486,7 +463,6 @@ async def test_links_stay_when_the_listener_closes_and_strangers_do_not() -> Non
         assert await ear.hears(1) == [b"still here"]
 
 
-@pytest.mark.asyncio
 async def test_many_workers_and_strangers_at_once() -> None:
     head = Head()
     listener = await head.open()
@@ -510,7 +486,6 @@ async def test_many_workers_and_strangers_at_once() -> None:
     await some_turns(50)  # in which both ends of all links close
 
 
-@pytest.mark.asyncio
 async def test_who_has_just_come_when_the_listener_closes_is_let_go() -> None:
     head = Head()
     listener = await head.open()
@@ -575,7 +550,6 @@ def test_a_secret_that_is_too_short_or_no_bytes_is_refused_and_not_shown() -> No
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.asyncio
 async def test_nothing_shows_the_secret() -> None:
     async with connected() as (head, worker, listener):
         for one in (head, worker, listener):

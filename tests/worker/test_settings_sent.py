@@ -25,7 +25,6 @@ def test_what_is_sent_is_the_configuration(threshold: int) -> None:
     assert order.settings == config(threshold)
 
 
-@pytest.mark.asyncio
 async def test_a_worker_of_this_process_may_have_what_no_frame_can_hold(tmp_path: object) -> None:
     async with (
         listen(f"unix:{tmp_path}/group", Topology(), secret=b"x" * 16, own=0) as workers,

@@ -100,7 +100,6 @@ async def beside(call: Callable[[], T]) -> T:
     return await asyncio.wait_for(asyncio.to_thread(call), 60)
 
 
-@pytest.mark.asyncio
 async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_there() -> None:
     async with opened() as worker:
         batch = worker.loaded(1)
@@ -121,7 +120,6 @@ async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_the
         assert worker.loaders == {threading.get_ident()}
 
 
-@pytest.mark.asyncio
 async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_waited_for_it() -> None:
     async with opened() as worker:
         first, second = worker.loaded(1), worker.loaded(2, after=(1,))
@@ -136,7 +134,6 @@ async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_w
         assert await beside(engine) == {7}
 
 
-@pytest.mark.asyncio
 async def test_a_thread_that_waits_when_the_worker_is_closed_is_told() -> None:
     async with opened() as worker:
         batch = worker.loaded(1)

@@ -50,8 +50,8 @@ from asynccache_backends.file.segments import (
 
 class SegmentLog:
     """The segments of an open store, the oldest first, and its index. ``active`` is the segment that is appended to, if
-    there is one. ``capacity``: how many bytes the files may take on the disk. ``segment_bytes``: the size of a new one.
-    A store that is only looked at loses no page to want of room, so it may exceed its capacity."""
+    there is one.
+    """
 
     def __init__(
         self, folder: Folder, threads: ThreadPool, settings: FileSettings, manifest: Manifest, direct: bool
@@ -60,7 +60,10 @@ class SegmentLog:
         self.threads = threads
         self.seed = manifest.seed
         self.capacity = settings.capacity if settings.used else manifest.capacity
+        """How many bytes the files may take on the disk. A store that is only looked at may exceed it: it loses no page
+        to want of room."""
         self.segment_bytes = settings.segment
+        """The size of a new segment."""
         self.direct = direct
         self.index = FileIndex()
         self.segments: dict[int, Segment] = {}
@@ -234,11 +237,9 @@ class SegmentLog:
         return made
 
     def _exceeds(self, more: int) -> bool:
-        """Return True if so many more bytes would exceed the capacity."""
         return self._used and self.disk_bytes + more > self.capacity
 
     def _oldest(self) -> Segment | None:
-        """Return the oldest segment that is not the active one, or None."""
         return next((s for s in self.segments.values() if s is not self.active), None)
 
     # sealing, syncing
@@ -386,7 +387,6 @@ class SegmentLog:
         return sum(moved_bytes(g.length, n) for g in self.index.groups_of(segment.number) if (n := len(g.live())))
 
     async def _evict(self, segment: Segment) -> None:
-        """Delete a segment; the pages that are left in it count as evicted."""
         before = self.index.pages
         self._forget(segment)
         self.counts["evicted_pages"] += before - self.index.pages

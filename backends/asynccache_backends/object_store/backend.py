@@ -51,9 +51,10 @@ _CLOSING = 5.0
 
 
 class ObjectBackend:
-    """An open object store. ``open`` makes it. ``shared``: all processes that use the bucket find the same pages."""
+    """An open object store. ``open`` makes it."""
 
     shared = True
+    """All processes that use the bucket find the same pages."""
 
     def __init__(self, client: ObjectClient, settings: ObjectSettings, schema: bytes) -> None:
         clock = NameClock()

@@ -230,17 +230,16 @@ def _name(name: str, text: str) -> str:
 
 
 class ObjectSettings(Settings, frozen=True):
-    """The options of a URL. Those that ``PLACES`` has are for some schemes only.
-
-    ``pack``: bytes of a full pack. ``refresh``: seconds between two looks for packs of other processes; 0: they are
-    looked for only at opening. ``parallel``: how many requests of a kind are made at a time. ``request_timeout``:
-    seconds that a request may take.
-    """
+    """The options of a URL. Those that ``PLACES`` has are for some schemes only."""
 
     pack: Annotated[int, Meta(ge=64 << 10, le=256 << 20, extra={"parse": parse_size})] = 4 << 20
+    """Bytes of a full pack."""
     refresh: Seconds = 5.0
+    """Seconds between two looks for packs of other processes; 0: they are looked for only at opening."""
     parallel: Annotated[int, Meta(ge=1, le=999_999)] = 16
+    """How many requests of a kind are made at a time."""
     request_timeout: Annotated[float, Meta(ge=0.1, le=86_400)] = 30.0
+    """Seconds that a request may take."""
     endpoint: Annotated[str, Meta(extra={"parse": _endpoint})] = ""
     region: Annotated[str, Meta(extra={"parse": _name})] = ""
     account: Annotated[str, Meta(extra={"parse": _name})] = ""
