@@ -325,8 +325,10 @@ def _counted(report: Report) -> Iterator[str]:
               else f"{name.removesuffix('_ms')} {milliseconds(value)}" if name.endswith("_ms")
               else f"{name} {value:,.5g}" for name, value in stats.items() if value]
     for label, values in report.get("labels", {}).items():
-        hits = f", {percent(values.get('hits', 0), values.get('hits', 0) + values.get('misses', 0))} hits"
-        yield f"  label {label or '(none)'}: {number(values['pages'])} pages, {size(values['bytes'])}{hits}"
+        asked = values.get("hits", 0) + values.get("misses", 0)
+        hits = f", {percent(values.get('hits', 0), asked)} of {number(asked)} pages hit" if asked else ""
+        if any(values.values()):  # such as not of those who only ask
+            yield f"  label {label or '(none)'}: {number(values['pages'])} pages, {size(values['bytes'])}{hits}"
     if counts:
         yield from textwrap.wrap(" · ".join(counts), WIDTH, initial_indent="  ", subsequent_indent="  ",
                                  break_on_hyphens=False)

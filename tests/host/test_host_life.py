@@ -16,7 +16,7 @@ from asynccache_backends.host import HostBackend
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.metrics import serve_metrics
-from asynccache.storage import PageKey, Result, open_store, parse_url
+from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
 from tests.host.host_kit import client, serving, socket_path
 from tests.stores.server import free_port
@@ -360,6 +360,22 @@ async def test_closing_fails_the_calls_under_way_and_frees_what_they_had(monkeyp
 def test_urls_that_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         HostBackend.check(parse_url(url), LAYOUT)
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_too_large_for_the_memory_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    path = socket_path()
+    async with serving(path, memory=1 << 20):
+        store = await open_store(f"host:{path}", StoreLayout({"full": 1 << 18, "other": 4096}, RECORD_SCHEMA))
+        assert store is not None
+        large, small = PageKey("full", bytes(32)), PageKey("other", bytes([1] * 32))
+        for _ in range(2):
+            answers = await store.put([large, small], [memoryview(bytearray(1 << 18)), memoryview(bytearray(4096))])
+            assert answers == [FAILED, HIT], "the other one is not held back"
+        [told] = caplog.messages
+        assert f"host:{path} stores no page of 262144 bytes: it takes 126976 at most, an eighth of its" in told
+        assert store.backend.stats()["no_room"] == 2
+        await store.aclose()
 
 
 @pytest.mark.asyncio

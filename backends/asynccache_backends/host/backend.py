@@ -13,6 +13,7 @@ Laws:
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -50,6 +51,8 @@ COUNTERS = ("errors", "get_bytes", "put_bytes", "overtaken", "no_room", "untold_
 HINTS_SINCE = 2
 """The version of the protocol that has hints."""
 
+LOG = logging.getLogger("asynccache.host")
+
 
 class HostSettings(Settings, frozen=True):
     """The options in a URL. ``label``: whom the server counts the pages for, such as a tenant or a model. ``owner``:
@@ -82,6 +85,7 @@ class HostBackend:
         self._calls = OpenCalls(f"store host:{path}")
         self._counts: Counter[str] = Counter()
         self._served: dict[bytes, int] = {}
+        self._warned = False
         self._dirty = False  # pages were stored since the last flush
 
     @classmethod
@@ -321,7 +325,12 @@ class HostBackend:
         except BaseException:
             self._connection.owe(channel, wire.GiveBack(slots, generations))
             raise
-        self._counts["no_room"] += answers.count(FAILED)
+        if FAILED in answers:
+            self._counts["no_room"] += answers.count(FAILED)
+            if max(sizes) > channel.longest and not self._warned:
+                self._warned = True
+                LOG.warning("host:%s stores no page of %d bytes: it takes %d at most, an eighth of its --memory",
+                            self._path, max(sizes), channel.longest)  # fmt: skip
         found = dict(zip(names, answers, strict=True))
         return [found[key.key] for key in keys]
 
