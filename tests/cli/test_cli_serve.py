@@ -77,7 +77,7 @@ def test_wrong_options_are_one_sentence(words: list[str], said: str, capsys: pyt
 def test_a_file_with_an_unknown_option(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("memmory = 1\n")
-    with pytest.raises(ConfigError, match="unknown option 'memmory'; one of group, huge"):
+    with pytest.raises(ConfigError, match="unknown option 'memmory'; one of events, events_replay"):
         options("--config", str(file))
 
 
