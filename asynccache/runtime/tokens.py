@@ -48,13 +48,19 @@ def as_key(tokens: Tokens) -> bytes:
             not hold integers, or does not have one dimension.
     """
     if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1:  # what engines hold
-        return _as_it_is(tokens)
+        key = tokens.tobytes()
+        if key and tokens.item(tokens.argmin()) < 0:  # a third of the time that it takes to slice the key
+            raise _negative(key)
+        return key
     if isinstance(tokens, np.ndarray):
         key = _of_array(tokens)
     elif type(tokens) is bytes:
         key = tokens
     elif isinstance(tokens, (list, tuple)):
-        key = _of_list(tokens)
+        try:
+            key = array("i", tokens).tobytes()
+        except Exception:  # an object that claims to be an integer may raise anything
+            raise ConfigError(_first_bad(tokens)) from None
     elif isinstance(tokens, (bytes, bytearray, memoryview, array)):
         key = _of_buffer(tokens)
     else:
@@ -66,26 +72,10 @@ def as_key(tokens: Tokens) -> bytes:
     return key
 
 
-def _as_it_is(tokens: npt.NDArray[np.int32]) -> bytes:
-    """Return the key of an array that is int32 already. ``argmin`` finds a negative token in a third of the time that
-    it takes to slice the key."""
-    key = tokens.tobytes()
-    if key and tokens.item(tokens.argmin()) < 0:
-        raise _negative(key)
-    return key
-
-
 def _negative(key: bytes) -> ConfigError:
     values = np.frombuffer(key, np.int32)
     position = int((values < 0).argmax())
     return ConfigError(f"tokens[{position}]={values[position]} is negative")
-
-
-def _of_list(tokens: Sequence[int]) -> bytes:
-    try:
-        return array("i", tokens).tobytes()
-    except Exception:  # an object that claims to be an integer may raise anything
-        raise ConfigError(_first_bad(tokens)) from None
 
 
 def _first_bad(tokens: Sequence[int]) -> str:
@@ -162,16 +152,13 @@ def namespace_digest(model: str, page_size: int, namespace: str | bytes | None =
     Raises:
         ConfigError: ``namespace`` is neither text nor bytes nor None, or is text that has no UTF-8.
     """
-    extra, name = _tagged(namespace), model.encode()
+    if checks.namespace("namespace", namespace) is None:
+        extra = b"-"
+    else:
+        extra = b"b" + namespace if isinstance(namespace, bytes) else b"s" + str(namespace).encode()
+    name = model.encode()
     fields = struct.pack("<III", page_size, len(name), len(extra))
     return sha256(SCHEMA + fields + name + extra + (struct.pack("<Q", epoch) if epoch else b"")).digest()
-
-
-def _tagged(namespace: str | bytes | None) -> bytes:
-    """Return ``namespace`` as bytes, different for any two keys."""
-    if checks.namespace("namespace", namespace) is None:
-        return b"-"
-    return b"b" + namespace if isinstance(namespace, bytes) else b"s" + str(namespace).encode()
 
 
 def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
