@@ -83,7 +83,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     def read(cls, command: str, given: Mapping[str, Any]) -> Self:
         """Return the options, with those of the file that ``--config`` names."""
         path = given.get("config")
-        return super().read(command, given if path is None else {**_in_file(path, cls), **_given(given)})
+        if path is not None:
+            given = {**_in_file(path, cls), **{name: value for name, value in given.items() if value is not None}}
+        return super().read(command, given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,10 +119,6 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                 raise ConfigError(f"--limit={text} must be LABEL=SIZE, as in llama=16GiB")
             found[label] = parse_size(f"--limit={label}", amount)
         return found
-
-
-def _given(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _in_file(path: str, options: type[Options]) -> dict[str, Any]:

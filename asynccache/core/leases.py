@@ -253,8 +253,10 @@ class Leases:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
         self._matches.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
-        if ask.load:
-            self._clone(lease, path)
+        if ask.load and self._mamba and path and lease.states:  # copy the matched state to the lease's first slot
+            op = self._transfers.open_clone(path[-1], self._mamba, lease.states[:SLOT_BYTES])
+            op.leases.append(lease)
+            lease.loads = (*lease.loads, op.id)
         self._transfers.backup_coldest()
         return lease
 
@@ -272,13 +274,6 @@ class Leases:
                         op.leases.append(lease)
         if loads:
             lease.loads = tuple(loads)
-
-    def _clone(self, lease: CoreLease, path: Sequence[Node]) -> None:
-        """Start a copy of the matched MAMBA state to the lease's first state slot."""
-        if self._mamba and path and lease.states:
-            op = self._transfers.open_clone(path[-1], self._mamba, lease.states[:SLOT_BYTES])
-            op.leases.append(lease)
-            lease.loads = (*lease.loads, op.id)
 
     # batches that failed
 

@@ -247,9 +247,11 @@ class Explanations:
         end, limit = self._limit(path, full)
         gone = self.gone(path[-1] if path else root or Root(space, world.count), key, tree)
         ends, why = self._why(path, pages, full, end, limit, gone)
+        lacking = zip(world.components, self._matches.missing(path, end), strict=True)
+        loads = tuple(PagesToLoad(component.kind, lacks) for component, lacks in lacking if lacks)
         return Explanation(
             pages * size, found.device * size, end * size, full * size, tree * size,
-            tuple(self._runs(path, tree)), self._loads(path, end), ends, why, gone,
+            tuple(self._runs(path, tree)), loads, ends, why, gone,
         )  # fmt: skip
 
     def gone(self, node: Node, key: bytes, page: int) -> Gone:
@@ -317,10 +319,6 @@ class Explanations:
         since = max(node.used, last_touch(node, 0))  # the stamp of a node that has children is not kept up
         judged = world.policy.judge(node, max(0, world.recency.time - since))
         return Judged(judged.kind, judged.age, 0.0) if judged is not None and is_idle(node, 0) else judged
-
-    def _loads(self, path: Sequence[Node], end: int) -> tuple[PagesToLoad, ...]:
-        lacking = zip(self._world.components, self._matches.missing(path, end), strict=True)
-        return tuple(PagesToLoad(component.kind, pages) for component, pages in lacking if pages)
 
 
 _MOVING = "what follows is in neither tier now, though the tree knows it: it is on its way in or out"

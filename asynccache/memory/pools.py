@@ -441,11 +441,9 @@ class Mover:
                         await stream.record().wait()
 
     def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
-        return [self._copy(spec.name, m) for m in moves if m.src for spec in self._moved.get(m.component, ())]
-
-    def _copy(self, name: str, move: Move) -> PageCopy:
-        src, dst = np.frombuffer(move.src, np.int32), np.frombuffer(move.dst, np.int32)
-        return PageCopy(self.device_pools[name], self.host_pools.get(name), src, dst)
+        ids = [(m, np.frombuffer(m.src, np.int32), np.frombuffer(m.dst, np.int32)) for m in moves if m.src]
+        return [PageCopy(self.device_pools[spec.name], self.host_pools.get(spec.name), src, dst)
+                for m, src, dst in ids for spec in self._moved.get(m.component, ())]  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Mover on {self.device!r}: {', '.join(map(repr, self.device_pools))}>"

@@ -148,7 +148,9 @@ class Signal:
         try:
             await callback.future
         finally:
-            self._unsubscribe(callback)
+            with self._lock:
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
 
     def block(self) -> None:
         """Hold the calling thread until the event has fired. For the threads of streams, never for a loop's."""
@@ -163,11 +165,6 @@ class Signal:
             if not self._fired:
                 self._callbacks.append(callback)
             return not self._fired
-
-    def _unsubscribe(self, callback: Callback) -> None:
-        with self._lock:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
 
     def fire(self, error: Exception | None = None) -> None:
         """Note that the work has ended, with ``error`` or well, and tell all who wait. Firing twice does nothing."""

@@ -589,17 +589,15 @@ class Driver:
     def close(self, cause: BaseException | None) -> None:
         """Refuse every call from now on, and tell everybody who waits here why. ``cause``: the error that closes the
         cache; None: it is closed on purpose."""
-        self.closed = CacheClosed(self._why(cause))
+        why = "the cache is closed"
+        if cause is not None:
+            what = "the cache's books may be wrong" if self.broken else "a task of the cache died"
+            why = f"{what}: {type(cause).__name__}: {cause}"
+        self.closed = CacheClosed(why)
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
         self.wake()  # who grows tries again, and is refused
-
-    def _why(self, cause: BaseException | None) -> str:
-        if cause is None:
-            return "the cache is closed"
-        what = "the cache's books may be wrong" if self.broken else "a task of the cache died"
-        return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:
         """Return a new error for one waiter: a ``CacheClosed`` with the error that closed the cache as its cause, or a

@@ -54,7 +54,10 @@ class EngineBatches:
     def __init__(
         self, worker: LocalWorker, core: CacheCore, pools: Sequence[PoolSpec], driver: Driver, supervisor: Supervisor
     ) -> None:
-        self.fences = Fences(_slots_of(pools))
+        slots: dict[int, int] = {}
+        for spec in pools:
+            slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
+        self.fences = Fences(slots)
         self._driver = driver
         self._supervisor = supervisor
         self._worker = worker
@@ -182,13 +185,6 @@ class EngineBatches:
         if isinstance(effect, LoadBack):
             return self.fences.before((move.component, move.dst) for move in effect.moves)
         return self.fences.before((move.component, slots) for move in effect.moves for slots in (move.src, move.dst))
-
-
-def _slots_of(pools: Sequence[PoolSpec]) -> Mapping[int, int]:
-    slots: dict[int, int] = {}
-    for spec in pools:
-        slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
-    return slots
 
 
 class Fences:

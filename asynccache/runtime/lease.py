@@ -769,11 +769,17 @@ class Lease:
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``after``. Nothing was
                 published, and ``after`` was not taken, unless another commit of the lease was under way.
         """
-        key, saved = as_key(tokens), None if checkpoint is None else _as_pair(checkpoint)
+        key = as_key(tokens)
+        if checkpoint is not None:
+            if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
+                raise ConfigError(
+                    f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states"
+                )
+            checkpoint = integer("checkpoint: position", checkpoint[0]), integer("checkpoint: slot", checkpoint[1])
         event = self._head.batches.event("commit: after", after)
         if event is not None:
             self._to_commit.append(event)
-        return self._commit(key, event, saved)
+        return self._commit(key, event, checkpoint)
 
     async def _commit(self, key: bytes, event: object | None, checkpoint: tuple[int, int] | None) -> Pages:
         self._head.driver.check_thread()
@@ -817,12 +823,6 @@ _NOT_AWAITED = (
     "the engine computes, await loaded(), or layer(i) or wait_layer(stream, i) up to the last layer, or name the lease "
     "in send_batch"
 )
-
-
-def _as_pair(checkpoint: object) -> tuple[int, int]:
-    if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-        raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
-    return integer("checkpoint: position", checkpoint[0]), integer("checkpoint: slot", checkpoint[1])
 
 
 def _place(code: CodeType, at: int) -> str:

@@ -204,7 +204,8 @@ class Sanitizer:
         before, so that the engine has not gone on from a state yet; ``waited``: they had not arrived when this was
         asked for, so that the lease's own pages must be as it got them. Raises as ``entered``."""
         if first and waited and core.length == core.cached:
-            asks = self._fresh_pages(core)
+            own = {kind: slots for kind, slots in self._own(core).items() if kind != ComponentKind.MAMBA and slots}
+            asks = [PageQuestion(kind, np.array(slots, np.int32).tobytes()) for kind, slots in own.items()]
             for ask, seen in zip(asks, (await self._inspect(asks)).pages, strict=True):
                 per = len(seen.tokens) * SLOT_BYTES // len(ask.slots)
                 for i, bits in enumerate(seen.tokens):
@@ -215,10 +216,6 @@ class Sanitizer:
                             f"them is wrong: await loaded(), or layer by layer, before the engine computes "
                             f"({self._who(core)})"))
         await self._look_at_found(core, space, key, states=first)
-
-    def _fresh_pages(self, core: CoreLease) -> list[PageQuestion]:
-        own = {kind: slots for kind, slots in self._own(core).items() if kind != ComponentKind.MAMBA and slots}
-        return [PageQuestion(kind, np.array(slots, np.int32).tobytes()) for kind, slots in own.items()]
 
     def diverged(self, core: CoreLease) -> None:
         """A commit was refused because it does not go on from what the lease holds. Raises ``WrongPages`` if another

@@ -88,7 +88,9 @@ def planned(
         starts.append(at)
         at += row.stop - row.start
     write = np.concatenate([row.places(component, np.arange(row.start, row.stop), page_size) for row in rows])
-    seen = [_seen(row, window) for row in rows]
+    seen = [row.stop for row in rows]  # how many tokens each row attends to, the new ones included
+    if window is not None:
+        seen = [min(row.stop, row.stop - row.start + window - 1) for row in rows]
     together = [[i] for i, row in enumerate(rows) if row.stop - row.start > 1]
     ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: seen[i])
     together += _alike(ones, seen)
@@ -231,11 +233,6 @@ def named_eager(layers: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 
 # groups
-
-
-def _seen(row: StepRow, window: int | None) -> int:
-    """Return how many tokens ``row`` attends to, the new ones included."""
-    return row.stop if window is None else min(row.stop, row.stop - row.start + window - 1)
 
 
 def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:

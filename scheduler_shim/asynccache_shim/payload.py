@@ -129,7 +129,9 @@ class PayloadReader:
         told.pages = _applied(told.pages, part.pages)
         told.swa_pages = _applied(told.swa_pages, part.swa_pages)
         if part.sampling is not None:
-            told.sampling = _unpacked(part.sampling)
+            temperature, top_p, seed, top_k = part.sampling
+            exact = int.from_bytes(seed, "little", signed=True) if seed else None
+            told.sampling = Sampling(temperature, top_p, exact, top_k)
         return Chunk(
             part.request, told.tokens[: part.stop], part.start, part.stop, told.pages, told.swa_pages,
             _as_numbers(part.states), None if part.checkpoint is None else Checkpoint(*part.checkpoint), part.sample,
@@ -188,8 +190,3 @@ def _as_numbers(content: bytes) -> Pages:
 def _packed(sampling: Sampling) -> tuple[float, float, bytes, int]:
     seed = b"" if sampling.seed is None else sampling.seed.to_bytes(_SEED_BYTES, "little", signed=True)
     return sampling.temperature, sampling.top_p, seed, sampling.top_k
-
-
-def _unpacked(sampling: tuple[float, float, bytes, int]) -> Sampling:
-    temperature, top_p, seed, top_k = sampling
-    return Sampling(temperature, top_p, int.from_bytes(seed, "little", signed=True) if seed else None, top_k)
