@@ -884,7 +884,7 @@ CALLS: dict[str, Case] = {
 
 _VALUE = "a value: Mirror checks of an event what it takes up, and msgspec all of one that comes from the wire"
 
-_GROUP = "a cache with workers only takes it: tests/group/test_group_edges.py calls it with all that is odd"
+_GROUP = "a cache with workers only takes it: tests/group/test_group_calls.py calls it with all that is odd"
 
 NOT_CALLED: dict[str, Unchecked] = {
     **{f"asynccache.DevicePool{name}": Unchecked("a cache makes its pools; tests/memory has what they refuse")
@@ -892,7 +892,7 @@ NOT_CALLED: dict[str, Unchecked] = {
     "asynccache.storage.ThreadPool.map": Unchecked("inherited as it is from concurrent.futures.Executor"),
     "asynccache.storage.ThreadPool.shutdown": Unchecked("as that of Executor: it looks at neither argument"),
     **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},
-    "asynccache.AsyncCache.block_table": Unchecked("of a pool with a shape: tests/runtime/test_looking_at_a_cache.py"),
+    "asynccache.AsyncCache.block_table": Unchecked("of a pool with a shape: tests/runtime/test_explain.py"),
     "asynccache.metrics.MetricsServer": Unchecked("start_metrics_server makes it"),
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it, and takes all that it is made of"),
     **{f"asynccache.events.{name}": Unchecked(_VALUE) for name in ("BlockRemoved", "BlockStored", "EventBatch")},
