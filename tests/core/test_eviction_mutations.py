@@ -11,7 +11,7 @@ from asynccache.core.transfers import Transfers
 from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, World
 from tests.core import test_core_eviction as laws
-from tests.core.test_core_draining import (
+from tests.core.test_core_ends import (
     test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has as saved_ahead_gives_way,
 )
 

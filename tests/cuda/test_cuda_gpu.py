@@ -20,7 +20,7 @@ from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL
 from tests.cuda.gpu import GPU
-from tests.cuda.test_cuda_copies import WAYS, every_byte_arrives
+from tests.cuda.test_cuda_memory import WAYS, every_byte_arrives
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 pytestmark = GPU

@@ -90,7 +90,7 @@ def engine(seed: int) -> None:
 
 def file_store(seed: int) -> None:
     """A random walk over a store in a folder, with crashes, against a dict; then everything at once."""
-    from tests.storage.test_file_model import agrees_with_a_dict, everything_at_once
+    from tests.storage.test_file_recovery import agrees_with_a_dict, everything_at_once
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(agrees_with_a_dict(Path(folder), seed))

@@ -1,5 +1,4 @@
-"""The Mooncake backend against a real store, as the runtime uses it: pools registered once, pages straight from and
-into them."""
+"""The Mooncake backend against a real store: as the runtime uses it, and the shipped suite."""
 
 from __future__ import annotations
 
@@ -25,11 +24,14 @@ from asynccache.storage import (
     PageKey,
     Record,
     Result,
+    StorageBackend,
     StoreLayout,
     parse_url,
 )
 from asynccache.testing.backend_suite import (
     LAYOUT,
+    BackendSuite,
+    OpenBackend,
     aligned,
     blank,
     content,
@@ -41,6 +43,10 @@ from asynccache.testing.backend_suite import (
 )
 from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.server import HOST, free_port
+
+# The Mooncake backend against a real store, as the runtime uses it: pools registered once, pages straight from and
+# into them.
+
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -312,3 +318,17 @@ async def test_what_was_put_twice_is_what_was_put_first(backend: MooncakeBackend
     back = blank(key)
     assert await backend.get([key], [back]) == [HIT]
     assert same([back], [record_of(key)])
+
+
+# The conformance suite against a real Mooncake store, each test in a namespace of its own.
+
+
+class TestMooncake(BackendSuite):
+    persistent = True
+
+    @pytest.fixture
+    def open_backend(self, mooncake_master: Any, namespace: str) -> OpenBackend:
+        async def open_backend() -> StorageBackend:
+            return await MooncakeBackend.open(parse_url(mooncake_master.url, {"namespace": namespace}), LAYOUT)
+
+        return open_backend

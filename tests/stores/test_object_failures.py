@@ -24,9 +24,9 @@ from asynccache.storage import (
 )
 from asynccache.testing.backend_suite import content
 from tests.storage.page_kit import fill, get, put
-from tests.stores.full_proxy import DISKS, QUOTA, FullProxy, Refusal
 from tests.stores.object_store_kit import bare, open_at, opened, some_keys, until_hit
 from tests.stores.s3_server import MotoServer
+from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, Refusal
 
 pytestmark = pytest.mark.slow
 

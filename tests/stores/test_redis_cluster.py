@@ -1,10 +1,11 @@
-"""A real cluster of three: keys spread, slots that move, nodes that are lost."""
+"""A real cluster of three, and ranks that share one Redis."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,16 @@ from redis.crc import key_slot
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
+from tests.cli.rank_runs import PP2, TP2, Shape, hits, run, sound
+from tests.cli.test_cli_rank_processes import FEW
 from tests.storage.page_kit import get, put
 from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.server import HOST
 from tests.waiting import until
+
+# A real cluster of three: keys spread, slots that move, nodes that are lost.
+
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 
@@ -272,3 +278,26 @@ async def test_cancelled_with_all_nodes_at_work(redis_cluster: RedisCluster) -> 
         finally:
             redis_cluster.resume()
         assert (await get_all(backend, keys))[0] == [HIT] * 60
+
+
+# Ranks that share one Redis: each writes its own shards, one writes for all what is replicated, and a new group of
+# processes finds both.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "more"), [(TP2, ("--replicated", "full:tp,mamba")), pytest.param(PP2, (), marks=pytest.mark.soak)],
+    ids=["tp2-replicated", "pp2"],
+)  # fmt: skip
+def test_a_new_group_finds_what_ranks_have_stored_together(
+    shape: Shape, more: tuple[str, ...], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    redis_server.say("FLUSHALL")
+    out = tmp_path / "report.json"
+    first, second = (run(shape, redis_server.url, out, "--requests", count, *more) for count in ("60", FEW))
+    for report in (first, second):
+        sound(report, shape)
+    hits(second, "storage")
+    if more:                                           # SWA alone has a copy for each rank
+        stored = first["stores"]["redis"]
+        assert stored["put_pages"] < 2 * first["stages"]["backup_storage"]["pages"], stored

@@ -566,11 +566,18 @@ async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None
 
 
 async def test_closing_fails_what_is_under_way() -> None:
-    async with peer(silent) as settings:
+    heard = asyncio.Event()
+
+    async def hears(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read(1)
+        heard.set()
+        await silent(reader, writer)
+
+    async with peer(hears) as settings:
         server = server_of(settings)
         record = blank(100)
         task = asyncio.create_task(server.ask(fetching(record)))
-        await asyncio.sleep(0.02)
+        await heard.wait()
         server.close()
         with pytest.raises(Unavailable, match="closed"):
             await task
