@@ -342,18 +342,14 @@ class PageTable:
         start = self._extents.take(units, owner)
         if start is not None:
             return start
-        best: tuple[float, list[int]] | None = None
-        for slot in self._oldest(PLACES):
-            found = self._place_around(slot, units)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-                if len(found[1]) == 1:
-                    break  # it is the oldest there is that makes room by itself
-        if best is None:
-            best = self._place_between_fixed(units)
-        if best is None:
+        if (oldest := self._oldest(1)) and units_of(self.lengths[oldest[0]]) == units:
+            self._evict(oldest)  # of pages of one size this is all that ever happens
+            return self._extents.take(units, owner)
+        places = [self._place_around(slot, units) for slot in self._oldest(PLACES)]
+        found = min(filter(None, places), default=None) or self._place_between_fixed(units)
+        if found is None:
             return None
-        self._evict(best[1])
+        self._evict(found[1])
         return self._extents.take(units, owner)
 
     def _place_around(self, slot: int, units: int) -> tuple[float, list[int]] | None:
