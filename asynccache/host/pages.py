@@ -123,7 +123,7 @@ class PageTable:
         self._shared = shared
         self._extents = Extents(layout.units)
         self._free = array("I")  # slots that were used and are free; others have never been used
-        self._fixed: Counter[int] = Counter()  # slots that keep their place: how often they are reserved or pinned
+        self._fixed: dict[int, int] = {}  # slots that keep their place: how often they are reserved or pinned
 
     def __repr__(self) -> str:
         return f"PageTable({len(self.index)} pages, {self.bytes} of {self.usable * UNIT} bytes)"
@@ -201,10 +201,11 @@ class PageTable:
 
     def _hold(self, writer: Writer, slot: int) -> None:
         length = self.lengths[slot]
+        size = units_of(length) * UNIT
         writer.reserved.add(slot)
-        self._fixed[slot] += 1
-        writer.bytes += units_of(length) * UNIT
-        self.reserved_bytes += units_of(length) * UNIT
+        self._fixed[slot] = 1
+        writer.bytes += size
+        self.reserved_bytes += size
         self.labels[slot].reserved += length
 
     def publish(self, writer: Writer, slot: int, now: float) -> int | None:
@@ -239,10 +240,11 @@ class PageTable:
         if slot not in writer.reserved:
             return False
         writer.reserved.remove(slot)
-        self._loosen(slot)
+        del self._fixed[slot]
         length = self.lengths[slot]
-        writer.bytes -= units_of(length) * UNIT
-        self.reserved_bytes -= units_of(length) * UNIT
+        size = units_of(length) * UNIT
+        writer.bytes -= size
+        self.reserved_bytes -= size
         self.labels[slot].reserved -= length
         return True
 
@@ -286,7 +288,7 @@ class PageTable:
 
     def pin(self, writer: Writer, slot: int) -> None:
         """Keep a stored page where it is until ``writer`` has unpinned it as often, or is dead."""
-        self._fixed[slot] += 1
+        self._fixed[slot] = self._fixed.get(slot, 0) + 1
         writer.pinned[slot] += 1
 
     def unpin(self, writer: Writer, slot: int) -> None:
@@ -294,14 +296,11 @@ class PageTable:
         writer.pinned[slot] -= 1
         if not writer.pinned[slot]:
             del writer.pinned[slot]
-        self._loosen(slot)
-        if slot not in self._fixed and not self.is_stored(slot):
-            self._release(slot)
-
-    def _loosen(self, slot: int) -> None:
         self._fixed[slot] -= 1
         if not self._fixed[slot]:
             del self._fixed[slot]
+            if not self.is_stored(slot):
+                self._release(slot)
 
     def clear(self) -> None:
         """Drop every page. What is reserved stays so."""
