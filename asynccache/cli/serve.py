@@ -29,7 +29,7 @@ from asynccache.cli.output import number, percent, size, write
 from asynccache.core.plan import Cleared, Medium
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
-from asynccache.host.memory import HostMemory
+from asynccache.host.memory import HostMemory, layout_of
 from asynccache.host.pages import LONGEST_SHARE
 from asynccache.host.server import HostServer
 from asynccache.host.sockets import free_path
@@ -198,8 +198,8 @@ async def _serve(options: Options) -> int:
     if taken is None:
         free_path(options.path)  # before a store says that its folder is in use
     memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
-    if taken is not None and memory.layout.size != options.memory:
-        print(f"asynccache: the memory that was taken over has {size(memory.layout.size)}", file=sys.stderr)
+    if taken is not None and memory.layout != layout_of(options.memory, huge=options.huge):
+        print(f"asynccache: the memory that was taken over has {size(memory.layout.size)} for pages", file=sys.stderr)
     stores, behind = options.stores, None
     if stores:
         behind = StoresBehind(stores, min(LONGEST_BEHIND, memory.layout.units // LONGEST_SHARE * 4096))
@@ -293,7 +293,8 @@ async def _show(server: HostServer, options: Options) -> None:
     if sys.stderr.isatty() and options.json is None:
         with suppress(ImportError):  # rich is optional here
             await _live(server, options, began)
-    print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)}", file=sys.stderr, flush=True)
+    print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)} for pages", file=sys.stderr,
+          flush=True)  # fmt: skip
     while True:
         await asyncio.sleep(LINE_EVERY)
         now = server.counts()

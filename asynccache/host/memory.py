@@ -25,9 +25,11 @@ from asynccache.errors import ConfigError
 from asynccache.storage import HEADER_BYTES
 
 UNIT = 4096
-SLOT_BYTES = 8192
+SLOT_BYTES = 16384
 """There is one slot for so many bytes. Smaller pages than this use up the slots before the payloads."""
-GENERATION_BYTES = 8
+INDEX_BYTES = 320
+"""What the server needs for a page in memory of its own, which is a part of what was asked for; here for every slot."""
+GENERATION_BYTES, TAG_BYTES = 8, 4
 HUGE = 2 << 20
 ALLOCATED_AT_A_TIME = 128 << 20
 LEAST_MEMORY = 1 << 20
@@ -127,16 +129,16 @@ class MemoryLayout(NamedTuple):
 
 
 def layout_of(size: int, *, huge: bool = False) -> MemoryLayout:
-    """Return the layout of ``size`` bytes in all.
+    """Return the layout of ``size`` bytes in all, the server's index of the pages among them.
 
     Raises:
         ConfigError: that is too little to be of use.
     """
     grain = HUGE if huge else UNIT
-    size = size // grain * grain
     if size < max(LEAST_MEMORY, 2 * grain):
         raise ConfigError(f"memory={size}: a host process needs {max(LEAST_MEMORY, 2 * grain)} bytes at least")
     slots = size // SLOT_BYTES
+    size = max(grain, (size - slots * INDEX_BYTES - size // UNIT * TAG_BYTES) // grain * grain)
     headers_at = -(-slots * GENERATION_BYTES // UNIT) * UNIT
     return MemoryLayout(size, slots, headers_at, -(-(headers_at + slots * HEADER_BYTES) // UNIT) * UNIT)
 

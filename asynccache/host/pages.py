@@ -146,7 +146,7 @@ class PageTable:
         self._shared = shared
         self._extents = Extents(layout.units)
         self._free = array("I")  # slots that were used and are free; others have never been used
-        self._fixed: Counter[int] = Counter()  # slots that keep their place: how often they are reserved or pinned
+        self._fixed: dict[int, int] = {}  # slots that keep their place: how often they are reserved or pinned
         self._tell: Tell | None = None
 
     def __repr__(self) -> str:
@@ -289,10 +289,11 @@ class PageTable:
 
     def _hold(self, writer: Writer, slot: int) -> None:
         length = self.lengths[slot]
+        size = units_of(length) * UNIT
         writer.reserved.add(slot)
-        self._fixed[slot] += 1
-        writer.bytes += units_of(length) * UNIT
-        self.reserved_bytes += units_of(length) * UNIT
+        self._fixed[slot] = 1
+        writer.bytes += size
+        self.reserved_bytes += size
         self.labels[slot].reserved += length
 
     def publish(self, writer: Writer, slot: int, now: float) -> int | None:
@@ -327,10 +328,11 @@ class PageTable:
         if slot not in writer.reserved:
             return False
         writer.reserved.remove(slot)
-        self._loosen(slot)
+        del self._fixed[slot]
         length = self.lengths[slot]
-        writer.bytes -= units_of(length) * UNIT
-        self.reserved_bytes -= units_of(length) * UNIT
+        size = units_of(length) * UNIT
+        writer.bytes -= size
+        self.reserved_bytes -= size
         self.labels[slot].reserved -= length
         return True
 
@@ -379,7 +381,7 @@ class PageTable:
 
     def pin(self, writer: Writer, slot: int) -> None:
         """Keep a stored page where it is until ``writer`` has unpinned it as often, or is dead."""
-        self._fixed[slot] += 1
+        self._fixed[slot] = self._fixed.get(slot, 0) + 1
         writer.pinned[slot] += 1
 
     def unpin(self, writer: Writer, slot: int) -> None:
@@ -387,14 +389,11 @@ class PageTable:
         writer.pinned[slot] -= 1
         if not writer.pinned[slot]:
             del writer.pinned[slot]
-        self._loosen(slot)
-        if slot not in self._fixed and not self.is_stored(slot):
-            self._release(slot)
-
-    def _loosen(self, slot: int) -> None:
         self._fixed[slot] -= 1
         if not self._fixed[slot]:
             del self._fixed[slot]
+            if not self.is_stored(slot):
+                self._release(slot)
 
     def clear(self) -> None:
         """Drop every page. What is reserved stays so."""
@@ -449,20 +448,15 @@ class PageTable:
         start = self._extents.take(units, owner)
         if start is not None:
             return start
-        self._let_go()
-        stay: Collection[int] = ChainMap[int, Any](self._fixed, self.kept) if self.kept else self._fixed
-        best: tuple[float, list[int]] | None = None
-        for slot in self._oldest(PLACES):
-            found = self._place_around(slot, units, stay)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-                if len(found[1]) == 1:
-                    break  # it is the oldest there is that makes room by itself
-        if best is None:
-            best = self._place_between(stay, units) or self._place_between(self._fixed, units)
-        if best is None:
+        if (oldest := self._oldest(1)) and units_of(self.lengths[oldest[0]]) == units:
+            self._evict(oldest)  # of pages of one size this is all that ever happens
+            return self._extents.take(units, owner)
+        places = [self._place_around(slot, units) for slot in self._oldest(PLACES)]
+        found = min(filter(None, places), default=None) or self._place_between_fixed(units)
+        if found is None:
+        self._tell: Tell | None = None
             return None
-        self._evict(best[1])
+        self._evict(found[1])
         return self._extents.take(units, owner)
 
     def _place_around(self, slot: int, units: int, stay: Collection[int]) -> tuple[float, list[int]] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import tracemalloc
 from array import array
 from collections.abc import Collection
 from hashlib import sha256
@@ -325,12 +327,12 @@ def test_a_label_at_its_limit_gives_up_its_own_oldest() -> None:
 
 
 def test_no_process_has_more_than_its_quota_and_all_no_more_than_half() -> None:
-    table = table_of(quota=10 * UNIT)
+    table = table_of(quota=40 * UNIT)
     writers, label = [Writer(str(n)) for n in range(40)], table.label("")
-    taken = [sum(table.reserve(writer, name_of(n), "full", UNIT, label) is not None for n in range(20))
+    taken = [sum(table.reserve(writer, name_of(n), "full", 4 * UNIT, label) is not None for n in range(20))
              for writer in writers]  # fmt: skip
     assert max(taken) == 10
-    assert sum(taken) == table.layout.units // 2
+    assert sum(taken) == table.layout.units // 2 // 4
     table.audit()
 
 
@@ -345,18 +347,18 @@ def test_a_page_of_an_absurd_size_finds_no_room_and_evicts_nothing(size: int) ->
 def test_where_reservations_scatter_the_memory_no_page_goes_for_one_that_finds_no_place() -> None:
     table = table_of(quota=1 << 30)
     held, writer, label = Writer("held"), Writer("w"), table.label("")
-    for number in range(table.layout.units // 2):
-        slot = table.reserve(held, name_of(number), "full", 2 * UNIT, label)
+    for number in range(table.layout.units // 4):
+        slot = table.reserve(held, name_of(number), "full", 4 * UNIT, label)
         assert slot is not None
         if number % 8:
             table.publish(held, slot, 1.0)
     index = list(table.index)
-    assert len(index) > 100
-    assert table.reserve(writer, name_of(251), "full", 15 * UNIT, label) is None
+    assert len(index) > 50
+    assert table.reserve(writer, name_of(251), "full", 29 * UNIT, label) is None
     assert list(table.index) == index
-    assert table.reserve(writer, name_of(252), "full", 14 * UNIT, label) is not None
+    assert table.reserve(writer, name_of(252), "full", 28 * UNIT, label) is not None
     assert len(table.index) == len(index) - 7
-    assert table.reserve(writer, name_of(253), "full", 14 * UNIT, label) is not None, "other places are looked for"
+    assert table.reserve(writer, name_of(253), "full", 28 * UNIT, label) is not None, "other places are looked for"
     table.audit()
 
 
@@ -412,3 +414,24 @@ def test_pages_are_listed_in_steps_that_keep_nobody_waiting(monkeypatch: pytest.
         found += keys
     assert sorted(found) == sorted(table.index)
     assert table.listed(1 << 61, 3) == ([], -1)
+
+
+def test_the_index_takes_no_more_than_what_the_layout_counts_for_it() -> None:
+    count, size = 20_000, 16 << 10
+    layout = layout_of(count * size)
+    shared = array("Q", bytes(8 * layout.slots))
+    keys = [name_of(n % 256)[:28] + n.to_bytes(4, "big") for n in range(count)]
+    names = sum(map(sys.getsizeof, keys))
+    tracemalloc.start()
+    try:
+        table, writer = PageTable(layout, shared, quota=1 << 40), Writer("w")
+        table.grow(layout.units)
+        for key in keys:
+            slot = table.reserve(writer, key, "full", size, table.label(""))
+            assert slot is not None
+            table.publish(writer, slot, 1.0)
+        taken = tracemalloc.get_traced_memory()[0] + names
+    finally:
+        tracemalloc.stop()
+    assert len(table.index) > 0.95 * count
+    assert layout.size + taken <= count * size

@@ -38,7 +38,7 @@ from asynccache.storage import (
     ThreadPool,
 )
 from asynccache_backends.host.connection import HostChannel, HostConnection
-from asynccache_backends.host.mapping import copy_in, copy_out
+from asynccache_backends.host.mapping import copy_out
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -316,7 +316,8 @@ class HostBackend:
                 new = [records[which[n]] for n in fresh]
                 places = mapping.places(answer.offsets, lengths)
                 mapping.set_headers(slots, b"".join([record.header for record in new]))
-                await self._threads.spread(copy_in, lengths, places, [record.payload for record in new])
+                payloads = [record.payload for record in new]
+                await self._threads.spread(mapping.copy_in, lengths, answer.offsets, places, payloads)
                 published = await self._published(channel, slots, generations)
                 for n, result in zip(fresh, published, strict=True):
                     answers[n] = result
