@@ -27,7 +27,7 @@ import torch
 import uvloop
 
 from asynccache import AsyncCache, CacheConfig, Full
-from asynccache.cli.workloads import BLOCK_TOKENS, arrivals, read_trace
+from asynccache.cli.traces import BLOCK_TOKENS, arrivals, read_trace
 from asynccache.host.memory import UNIT, layout_of
 from benchmarks.fleet import Memory, Model, Prompt, Replica, Router, fleet_load, simulate
 from benchmarks.parsing import integer, listed
@@ -139,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet_replay", description=__doc__.splitlines()[0])
     parser.add_argument("trace", help="a trace in the Mooncake format")
     parser.add_argument("--replicas", type=integer(1), default=8, help="of one machine (default: 8)")
-    parser.add_argument("--local", type=listed(integer(WAY + 1)), default=(1000, 8000), help="blocks a replica")
+    parser.add_argument("--local", type=listed(integer(WAY + 1)), default=(1000, 4000), help="blocks a replica")
     parser.add_argument("--load", type=float, default=0.7, help="share of the time that is computed without a cache")
-    parser.add_argument("--requests", type=integer(1), default=4000, help="of the load, the first so many")
+    parser.add_argument("--requests", type=integer(1), default=2500, help="of the load, the first so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     asked = parser.parse_args(argv)
