@@ -448,13 +448,15 @@ class PageTable:
         start = self._extents.take(units, owner)
         if start is not None:
             return start
+        self._let_go()
         if (oldest := self._oldest(1)) and units_of(self.lengths[oldest[0]]) == units:
             self._evict(oldest)  # of pages of one size this is all that ever happens
             return self._extents.take(units, owner)
-        places = [self._place_around(slot, units) for slot in self._oldest(PLACES)]
-        found = min(filter(None, places), default=None) or self._place_between_fixed(units)
+        stay: Collection[int] = ChainMap(self._fixed, self.kept) if self.kept else self._fixed
+        places = [self._place_around(slot, units, stay) for slot in self._oldest(PLACES)]
+        found = min(filter(None, places), default=None) or self._place_between(stay, units)
+        found = found or self._place_between(self._fixed, units)
         if found is None:
-        self._tell: Tell | None = None
             return None
         self._evict(found[1])
         return self._extents.take(units, owner)

@@ -59,9 +59,9 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """SGLang calls this; ``kwargs`` is not used, and empty in the versions that this was tested with."""
         self.options = resolve(storage_config.extra_config)
         self.shard = _shard(storage_config)
-        server = _server()
+        self._server = _server()
         self.namespace = identity.namespace(
-            identity.weights(self.options, server), storage_config.model_name, server, self.shard
+            identity.weights(self.options, self._server), storage_config.model_name, self._server, self.shard
         )
         ranks = {
             "tp_rank": storage_config.tp_rank, "pp_rank": storage_config.pp_rank,
@@ -294,8 +294,10 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         source = source_of(name, host_pool)
         page_bytes = sum(source.parts)
         rows = 0 if isinstance(source, DirectPages) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
-        layout = f"{getattr(host_pool, 'layout', None)} {source.how}"
-        kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded)
+        layout = f"{getattr(host_pool, 'layout', None)} {source.how} {identity.rows_of(host_pool)}"
+        known = identity.order_is_known(host_pool, self._server.kv_cache_dtype)
+        sglang = None if known else self.options.compatible_with or self._server.sglang
+        kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded, sglang)
         return OpenedPool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:

@@ -9,6 +9,7 @@ Importing this module imports vLLM. It raises ImportError if vLLM's interface is
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 from collections import Counter, deque
@@ -42,9 +43,10 @@ from asynccache_vllm.transfers import STORE_TIMEOUT, ChunkTransfer, ChunkTransfe
 
 check_installed()
 try:
+    import torch
     import vllm
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -60,6 +62,11 @@ try:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as error:
     raise ImportError(unsuitable(f"{error}")) from error
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # 0.32
+    CacheHitSource = None
 
 check_interface(
     SecondaryTierManager,
@@ -110,6 +117,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             pages.close(0)
             raise
         self.locality = None if options.locality is None else Locality(options.locality)
+        if CacheHitSource is not None:
+            self.cache_hit_source = _hit_source(options)
+        self.namespace = namespace
         self._pages = pages
         self._stores = ", ".join(pages.stores)
         self._timeout = options.lookup_timeout
@@ -409,6 +419,17 @@ def _positions(req_context: Any) -> dict[bytes, int]:
     return dict(getattr(req_context, "_offload_key_positions", None) or {})
 
 
+def _hit_source(options: TierOptions) -> Any:
+    """As what vLLM counts the tokens of a hit, which by itself it counts as DISK. It knows no stores behind a tier: of
+    several stores it is told the farthest, so that no hit counts as nearer than it was."""
+    if options.locality == "REMOTE":
+        return CacheHitSource.EXTERNAL_UNSPECIFIED
+    near = {"memory": CacheHitSource.HOST, "host": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+    return CacheHitSource.outermost(
+        near.get(url.partition(":")[0], CacheHitSource.EXTERNAL_UNSPECIFIED) for url in options.storage
+    )
+
+
 def _transfer(job: Any, *, loading: bool, patience: float) -> ChunkTransfer:
     slots = [int(chunk) for chunk in job.chunk_ids]
     return ChunkTransfer(job.job_id, job.req_context.req_id, job.keys, slots, loading=loading, patience=patience)
@@ -419,14 +440,21 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     engine = _engine_config(config.extra_config)
     if config.canonical_layout and config.kv_cache_layout is None:
         raise ConfigError("canonical_layout: vLLM does not say which layout its KV cache has")
-    canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
+    canonical = canonical_mapping.canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
     weights = naming.weights_fact(engine, options.namespace)
     capability, fp8 = current_platform.get_device_capability(), current_platform.fp8_dtype()
     where = {
-        "vllm": vllm.__version__, "device": current_platform.device_type,  # ROCm's is "cuda", too
+        "device": current_platform.device_type,  # ROCm's is "cuda", too
         "capability": None if capability is None else str(capability), "fp8": str(fp8),
+        "format": canonical_mapping.CANONICAL_FORMAT_VERSION,
     }  # fmt: skip
-    facts = naming.environment_facts(os.environ, {name: _version(name) for name in ATTENTION_LIBRARIES})
+    kind = next((name for name in ("rocm", "cuda", "cpu") if getattr(current_platform, f"is_{name}")()), "another")
+    if kind == "cpu":
+        where["instructions"] = _instructions()
+    if not naming.order_is_known(config, engine, kind):
+        libraries = [name for name in ATTENTION_LIBRARIES if _is_installed(name)]
+        where |= naming.version_facts(options.compatible_with or vllm.__version__, libraries)
+    facts = naming.environment_facts(os.environ)
     if engine is not None:
         facts |= naming.engine_facts(engine)
     else:
@@ -437,12 +465,18 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
 
 
-def _version(distribution: str) -> str | None:
-    """The version of ``distribution``; None if it is not installed."""
+def _instructions() -> list[Any]:
+    """What a CPU can do. vLLM's kernels for CPUs order the keys within a block by it."""
+    can = [getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512", "avx2")]
+    return [platform.machine(), *can]
+
+
+def _is_installed(distribution: str) -> bool:
     try:
-        return version(distribution)
+        version(distribution)
     except PackageNotFoundError:
-        return None
+        return False
+    return True
 
 
 def _warn_of_hashes(engine: Any | None) -> None:
