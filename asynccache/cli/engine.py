@@ -1,6 +1,6 @@
 """The stand-in for an inference engine: it writes and reads KV on the device, where a real engine would.
 
-The stand-in writes the bytes that ``pattern`` defines, and to read means to compare the pages with those bytes. The
+The stand-in writes the bytes that ``Pattern`` defines, and to read means to compare the pages with those bytes. The
 work is done in a thread, in calls that release the GIL; on the loop's thread such a call would have to wait until it
 gets the GIL back. So a request's work is in flight while its task waits, and the work goes on when that task is
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
@@ -65,17 +65,15 @@ class Layers(Protocol):
 
 
 class PageRun(NamedTuple):
-    """Pages of one component that follow each other in one sequence.
-
-    ids: each page's slot on the device; -1: the lease has no page there.
-    values: what defines the bytes of each page, see ``pattern``.
-    first: the position of the first page in its sequence, in pages; for messages.
-    """
+    """Pages of one component that follow each other in one sequence."""
 
     component: ComponentKind
     ids: Ids
+    """Each page's slot on the device; -1: the lease has no page there."""
     values: Values
+    """The 64 bits that define the bytes of each page (``Pattern``)."""
     first: int
+    """The position of the first page in its sequence, in pages; for messages."""
 
 
 class Verdict(NamedTuple):

@@ -5,7 +5,7 @@ The command's process is the head: it has the cache's core and its requests, as 
 of an engine's computation it sends the ranks batches that say which pages to fill and which to verify. ``rank`` is the
 program of each process.
 
-Law: no process outlives the run, even if the command is killed. The command holds a pipe to the standard input of each
+No process outlives the run, even if the command is killed. The command holds a pipe to the standard input of each
 process. When the pipe closes, the process ends within ``FAREWELL`` seconds, wherever it is. Each process is in a
 session of its own, so Ctrl-C reaches the command alone.
 """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asynccache.core.holds import release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import retire
-from asynccache.core.ledger import COMPUTE, LOAD_BACK, CoreLease, Hold
+from asynccache.core.ledger import COMPUTE, LOAD_BACK, CoreLease
 from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Compute, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
@@ -130,12 +130,21 @@ class Commits:
             end = self._merge(work, node)
         fresh = self._grow(work, end)
         end = fresh[-1] if fresh else end
-        old = self._move_hold(work, end)
+        # The hold moves before new nodes are filled: a cell that is pinned when its data comes need not enter an order.
+        old, released = lease.hold, lease.own_from[self._swa] if self._swa else 0
+        lease.hold = take_hold(world, end, end.end, floor=released if released > begin else 0)
+        if end.parent is not None:
+            world.recency.touch(end, 0)
         for node in fresh:
             self._fill(work, node)
         took = checkpoint is not None and bool(self._mamba) and self._attach(work, end, checkpoint)
         release_hold(world, old)
-        self._keep_rest(work, end)
+        work.keep_rest(0, end.end)
+        if self._swa:
+            work.keep_rest(self._swa, end.end)
+        lease.length = end.end * size
+        if any(work.spares):
+            retire(world, work.spares)
         computing = 0 if work.filled is None else self._await_engine(lease, work.filled)
         self._write_out(lease, end, begin, took)
         return Committed(world.plan(), lease.length, took, computing)
@@ -211,17 +220,6 @@ class Commits:
             self._world.recency.idle(node, c)
         return node
 
-    def _move_hold(self, work: _Commit, end: Node) -> Hold:
-        """Have the lease hold the path to ``end``, and return its old hold, still pinned. This comes before new nodes
-        are filled: a cell that is pinned when its data comes need not enter an eviction order."""
-        lease = work.lease
-        old = lease.hold
-        released = lease.own_from[self._swa] if self._swa else 0
-        lease.hold = take_hold(self._world, end, end.end, floor=released if released > work.begin else 0)
-        if end.parent is not None:
-            self._world.recency.touch(end, 0)
-        return old
-
     def _fill(self, work: _Commit, node: Node) -> None:
         world, swa = self._world, self._swa
         start = node.parent.end  # type: ignore[union-attr]
@@ -230,16 +228,6 @@ class Commits:
         world.publish(Medium.GPU, True, node)
         if swa and start >= work.lease.own_from[swa]:
             self._insert(work, node, swa, work.own(swa, start, node.end))
-
-    def _keep_rest(self, work: _Commit, end: Node) -> None:
-        """Leave the lease its pages beyond ``end``, and retire the duplicates."""
-        lease = work.lease
-        work.keep_rest(0, end.end)
-        if self._swa:
-            work.keep_rest(self._swa, end.end)
-        lease.length = end.end * self._page_size
-        if any(work.spares):
-            retire(self._world, work.spares)
 
     def _attach(self, work: _Commit, end: Node, checkpoint: tuple[int, int]) -> bool:
         """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree

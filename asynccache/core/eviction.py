@@ -147,15 +147,12 @@ class Queue:
         if not at or at == len(nodes) - 1:
             self.changed = self.order.changed = True
         if len(nodes) > 2 * _SLICE:
-            self._halve(part)
-
-    def _halve(self, part: Slice) -> None:
-        upper = Slice(self)
-        upper.stamps, part.stamps = part.stamps[_SLICE:], part.stamps[:_SLICE]
-        upper.nodes, part.nodes = part.nodes[_SLICE:], part.nodes[:_SLICE]
-        self.slices.insert(self.slices.index(part) + 1, upper)
-        for node in upper.nodes:
-            node.entry[self._place] = upper
+            upper = Slice(self)
+            upper.stamps, part.stamps = stamps[_SLICE:], stamps[:_SLICE]
+            upper.nodes, part.nodes = nodes[_SLICE:], nodes[:_SLICE]
+            slices.insert(slices.index(part) + 1, upper)
+            for moved in upper.nodes:
+                moved.entry[self._place] = upper
 
 
 def withdraw(node: Node, place: int) -> None:

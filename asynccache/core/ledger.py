@@ -216,19 +216,15 @@ class SlotPool:
         run = self._runs.pop()
         wanted = count * SLOT_BYTES
         if len(run) < wanted:
-            run = self._join(run, wanted)
+            runs, size = [run], len(run)
+            while size < wanted:
+                runs.append(self._runs.pop())
+                size += len(runs[-1])
+            run = b"".join(runs)
         if len(run) > wanted:
             self._runs.append(run[wanted:])
             run = run[:wanted]
         return run
-
-    def _join(self, run: bytes, wanted: int) -> bytes:
-        """Return ``run`` joined with runs below it on the stack, until they are at least ``wanted`` bytes."""
-        runs, size = [run], len(run)
-        while size < wanted:
-            runs.append(self._runs.pop())
-            size += len(runs[-1])
-        return b"".join(runs)
 
     def give(self, slots: bytes) -> None:
         """Make ``slots`` free again. They are the next to be taken, in the same order."""

@@ -389,8 +389,7 @@ class PrefetchOperations:
             self._close(self.active[op], Status.FAILED)
 
     def commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int]) -> tuple[int, ...]:
-        """Commit, and return the ids of the backups that must end first; none if the commit is
-        done."""
+        """Commit, and return the ids of the backups that must end first; none if the commit is done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
             self.release(op)
@@ -405,24 +404,21 @@ class PrefetchOperations:
         if path and path[-1].end > anchor + reached // page:
             path[-1] = split_at(world, path[-1], anchor + reached // page)
         last = self._grow(fetch, self._merge(fetch, path), stop, key, hashes)
-        if last.end > stop:
-            last = self._above(last, stop)
+        if last.end > stop:  # the end lies before the anchor: only a window or a state was missing there
+            while last.parent is not None and last.parent.end >= stop:
+                last = last.parent
+            last = split_at(world, last, stop) if last.end > stop else last
         if fetch.aux_end == end and last.end == stop:
             self._fill_window(fetch, last, stop)
-            self._fill_state(fetch, last)
+            mamba, state, count = world.mamba, last.state, world.count
+            if mamba and fetch.held.get(mamba) and state[count + mamba] == ABSENT and state[count] == PRESENT:
+                self._put_on_host(fetch, last, mamba, fetch.held.pop(mamba))
         if last.parent is not None:
             self._matches.touch(last, last.end)
             for holder in holders:
                 self._transfers.claims.take(holder, [last], last.end)
         self._close(fetch, Status.DONE)
         return ()
-
-    def _above(self, node: Node, stop: int) -> Node:
-        """Return the node that ends at page ``stop`` on the path to ``node``, splitting one if need be. That is for an
-        end before the anchor: FULL is on the host there already, and only a window or a state was missing."""
-        while node.parent is not None and node.parent.end >= stop:
-            node = node.parent
-        return split_at(self._world, node, stop) if node.end > stop else node
 
     def _merge(self, fetch: PrefetchInFlight, path: Sequence[Node]) -> Node:
         """Merge fetched FULL pages into the nodes of ``path``, which appeared below the anchor meanwhile. A node
@@ -482,12 +478,3 @@ class PrefetchOperations:
                 self._put_on_host(fetch, node, swa, b"".join([slots.pop(page) for page in wanted]))
             node = node.parent
         fetch.held[swa] = b"".join(slots.values())
-
-    def _fill_state(self, fetch: PrefetchInFlight, last: Node) -> None:
-        """Give the fetched state to ``last``, the node at the end, if it has none on the host."""
-        mamba = self._world.mamba
-        if not mamba or not fetch.held.get(mamba):
-            return
-        state, count = last.state, self._world.count
-        if state[count + mamba] == ABSENT and state[count] == PRESENT:
-            self._put_on_host(fetch, last, mamba, fetch.held.pop(mamba))

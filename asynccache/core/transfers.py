@@ -343,20 +343,23 @@ class Transfers:
         """Apply outcomes, and after each one those that were parked until then. Return True if some are left."""
         world, outcomes, unparked = self._world, self._outcomes, self._unparked
         while outcomes or unparked:
-            op = unparked.pop() if unparked else self._told(outcomes.popleft())
+            if unparked:
+                op = unparked.pop()
+            else:
+                outcome = outcomes.popleft()
+                told = world.ledger.ops.get(outcome.op)
+                if told is None or told.status is not None or told.kind is PREFETCH:
+                    raise InvariantViolation(
+                        f"an outcome for operation {outcome.op}, which is not waiting for one: {told}"
+                    )
+                told.status = outcome.status
+                op = told
             if op.id in world.ledger.ops:  # else it was doomed while it was parked, and has been closed since
                 world.steps += 2 * len(op.fragments) + 1
                 self._close(op)
             if world.spent():
                 break
         return bool(outcomes or unparked)
-
-    def _told(self, outcome: Outcome) -> Operation:
-        op = self._world.ledger.ops.get(outcome.op)
-        if op is None or op.status is not None or op.kind is PREFETCH:
-            raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
-        op.status = outcome.status
-        return op
 
     def _close(self, op: Operation) -> None:
         if op.kind is BACKUP_HOST:

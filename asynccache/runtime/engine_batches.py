@@ -268,18 +268,14 @@ class Fences:
             self._sets = {number: alive for number, batches in self._sets.items() if (alive := not_over(*batches))}
             self._sweep_at = 2 * len(self._sets) + SWEEP
             if self._number - next(iter(self._sets), self._number) > SPARSE * self._sweep_at:
-                self._renumber()
-
-    def _renumber(self) -> None:
-        """Number the sets from 1 on, in the order that they have."""
-        base = next(iter(self._sets)) - 1
-        becomes = np.zeros(self._number - base + 1, np.int64)
-        for number, old in enumerate(self._sets, 1):
-            becomes[old - base] = number
-        for stamps in self._stamps.values():
-            stamps[:] = becomes[np.maximum(stamps - base, 0)]
-        self._sets = dict(enumerate(self._sets.values(), 1))
-        self._number = len(self._sets)
+                base = next(iter(self._sets)) - 1
+                becomes = np.zeros(self._number - base + 1, np.int64)
+                for number, old in enumerate(self._sets, 1):
+                    becomes[old - base] = number
+                for stamps in self._stamps.values():
+                    stamps[:] = becomes[np.maximum(stamps - base, 0)]
+                self._sets = dict(enumerate(self._sets.values(), 1))
+                self._number = len(self._sets)
 
 
 def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:

@@ -804,7 +804,12 @@ class Fetch:
                     if saved > MOST_SAVES:
                         self.skipped = "the anchor does not stay on the host"
                         return False
-                    await self._ended(answer.ops)
+                    waiter = self._driver.ops.watch(answer.ops)
+                    if waiter is not None:
+                        try:
+                            await self._sleep(waiter)
+                        finally:
+                            self._driver.ops.unwatch(answer.ops, waiter)
                 else:
                     if line.is_first(place) and until is None:
                         until = asyncio.get_running_loop().time() + PATIENCE
@@ -814,15 +819,6 @@ class Fetch:
         finally:
             if place is not None:
                 line.leave(place)
-
-    async def _ended(self, ops: tuple[int, ...]) -> None:
-        """Return when one of ``ops`` has ended or the fetch was told to end."""
-        waiter = self._driver.ops.watch(ops)
-        if waiter is not None:
-            try:
-                await self._sleep(waiter)
-            finally:
-                self._driver.ops.unwatch(ops, waiter)
 
     async def _woken(self, place: LinePlace, until: float | None) -> bool:
         """Return True when ``place`` was woken or the fetch was told to end; False if ``until`` came first."""

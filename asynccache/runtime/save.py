@@ -306,6 +306,5 @@ async def drain(driver: Driver) -> Unsaved:
 
 
 async def unsaved(driver: Driver) -> Unsaved:
-    """Return how many pages a close would lose now, if it saved nothing. Works on a closed cache, too. Cancelling it
-    changes nothing."""
+    """Return how many pages a close would lose now, if it saved nothing. Works on a closed cache, too."""
     return await in_turns(driver, lambda: driver.core.survey().unsaved, reads=True)

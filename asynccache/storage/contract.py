@@ -6,7 +6,8 @@ it on the way in, whatever the backend claims.
 
 Every call takes many keys and answers for each of them, in order. If one key fails, the call does not raise: the answer
 for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all.
-Cancelling a call returns only after the backend has let go of every buffer that was passed in.
+Cancelling a call returns only after the backend has let go of every buffer that was passed in. To cancel a question or
+a listing changes nothing.
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
 ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a

@@ -3,7 +3,7 @@
 A URL of any scheme may have the options of ``StoreOptions``. They say how the store is used, and backends never see
 them. All other options are the backend's.
 
-Law: a password in a URL is for its backend alone. Wherever a URL is shown, in a text or an error, its passwords are
+A password in a URL is for its backend alone. Wherever a URL is shown, in a text or an error, its passwords are
 replaced by ``***``.
 """
 

@@ -106,7 +106,7 @@ class AwaitedAnswers:
         return not self.left
 
     async def wait(self) -> None:
-        """Return when every rank has spoken. Cancelling it stops the waiting.
+        """Return when every rank has spoken.
 
         Raises:
             RankFailure: the group has failed.

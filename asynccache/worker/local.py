@@ -413,7 +413,7 @@ class LocalWorker:
         raise ConfigError("send_batch: a cache without workers= has one worker, in this process: name events instead")
 
     async def batch_ended(self, number: int) -> None:
-        """Return when batch ``number`` is over on every worker. Cancelling it stops the waiting.
+        """Return when batch ``number`` is over on every worker.
 
         Raises:
             BatchFailed: an engine could not run the batch.
@@ -436,8 +436,7 @@ class LocalWorker:
         (self.backup_host if work.kind is CopyKind.BACKUP else self.load_back).put(work, after)
 
     async def layer(self, op: int, i: int) -> None:
-        """Return when layer ``i`` of the load ``op`` is on the device, or the load has ended. Cancelling it stops the
-        waiting.
+        """Return when layer ``i`` of the load ``op`` is on the device, or the load has ended.
 
         Raises:
             CopyFailed: the load failed.
@@ -487,7 +486,7 @@ class LocalWorker:
     @remote(fold=folds.inspected, at_once=True)
     async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
         """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
-        else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""
+        else those that were taken since. It has looked before anybody else can run."""
         poison = self._poison
         if poison is None:
             raise ConfigError("inspect: the cache was not opened with debug=True")
@@ -522,8 +521,7 @@ class LocalWorker:
 
     @remote(fold=folds.found)
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
-        it changes nothing."""
+        """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page."""
         return [await self._results(pool, hashes) for pool, hashes in asked]
 
     @remote(fold=folds.read)

@@ -1,7 +1,7 @@
 """The ranks of a group: their coordinates, and how their workers come in: one for each rank, of the same version as the
 head. Ranks are numbered as engines number them: tp fastest, then cp, then pp.
 
-Law: a worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
+A worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
 worker's link ends before all have come, another worker of its rank may take its place.
 """
 

@@ -88,8 +88,7 @@ class ChangeSignal:
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for. Cancelling
-        it stops the waiting."""
+        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for."""
         await self._event.wait()
 
     def tell(self) -> None:

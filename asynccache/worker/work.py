@@ -116,9 +116,9 @@ class BatchInFlight(Protocol):
         ...
 
     async def wait(self) -> None:
-        """Return when the batch is over. Cancelling it stops the waiting."""
+        """Return when the batch is over."""
         ...
 
     async def settled(self) -> None:
-        """Return when the batch is over, or has failed. Cancelling it stops the waiting."""
+        """Return when the batch is over, or has failed."""
         ...

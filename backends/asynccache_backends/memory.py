@@ -116,7 +116,7 @@ class MemoryBackend:
         return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._evicted}
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all stored pages, the least recently used first. Cancelling it changes nothing."""
+        """Yield all stored pages, the least recently used first."""
         self._check_open()
         keys = list(self._stored)
         for at in range(0, len(keys), LISTED):

@@ -1,6 +1,6 @@
 """The data that a pool's page holds for one layer of the model, and how it is read and written there.
 
-Law: a *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
+A *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
 entry (its rate), the state at a page's end (the page). A unit is in the page of its last token. So a whole page has
 every unit that was complete at the page's end, and it never changes again.
 """

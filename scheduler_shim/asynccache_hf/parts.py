@@ -225,7 +225,7 @@ class LightningMatrix(Recurrent):
 # `compressed_kv` has the entries; `buffer_kv` and `buffer_gate` have the tokens that do not fill an entry yet. If
 # entries overlap, `overlap_kv` and `overlap_gate` have the tokens of the last entry, which the next entry needs too.
 #
-# Laws. An entry belongs to the page of its last token. The state with which a compressor goes on from a page's end is
+# An entry belongs to the page of its last token. The state with which a compressor goes on from a page's end is
 # in the window's page, so it is evicted and loaded with that page. In the middle of a page this state is only in the
 # request that computes there (its tail).
 

@@ -106,10 +106,6 @@ def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
         # With states, rounding may hide that one was lost: then the safer way is tried as well.
         if missed[-1][0].error <= tolerance(model) and not (half and way.recurrent and not way.one_by_one):
             return way
-    return _chosen(model, missed, expected)
-
-
-def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], expected: ExpectedLogits) -> Layout:
     best = min(worst.error for worst, _ in missed)
     for worst, way in missed:
         if worst.error <= min(tolerance(model), 2 * best + 1e-4):

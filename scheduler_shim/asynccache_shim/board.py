@@ -1,7 +1,7 @@
 """The state that the parts of a scheduler share: which requests wait, which hold pages, and the event that wakes its
 loop. And each request as the scheduler keeps it: its tokens so far, its lease, and how far it is computed.
 
-Law: all mutable state of the scheduler is here. A request is either in ``waiting`` or in ``held``; it is in ``held`` as
+All mutable state of the scheduler is here. A request is either in ``waiting`` or in ``held``; it is in ``held`` as
 long as it has a lease.
 """
 
@@ -22,21 +22,20 @@ from asynccache_shim.shards import Shards
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
     """The settings of a scheduler.
 
-    step_tokens: how many tokens one step computes at most, of all requests together.
-    max_running: how many requests hold pages at the same time at most.
-    checkpoint_every: how many tokens are decoded between two checkpoints of a recurrent state.
-    preempt: whether a request of lower priority is retracted when one of higher priority finds no room.
-    load_attempts: with how many failed loads of its pages a request fails.
-
     Raises:
         ConfigError: a value is of the wrong type or out of its bounds.
     """
 
     step_tokens: Count = 512
+    """How many tokens one step computes at most, of all requests together."""
     max_running: Count = 32
+    """How many requests hold pages at the same time at most."""
     checkpoint_every: Count = 512
+    """How many tokens are decoded between two checkpoints of a recurrent state."""
     preempt: bool = True
+    """Whether a request of lower priority is retracted when one of higher priority finds no room."""
     load_attempts: Count = 8
+    """With how many failed loads of its pages a request fails."""
 
 
 class ScheduledRequest:

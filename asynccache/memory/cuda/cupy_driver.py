@@ -1,7 +1,7 @@
 """The part of the driver that the CUDA device uses: cupy's streams and events, its calls of the CUDA runtime, and those
 of ``libcuda``. The tests' simulated driver is a subclass.
 
-Laws. No call waits for the device's work except ``event_synchronize``, ``stream_synchronize`` and ``device_tensor``;
+No call waits for the device's work except ``event_synchronize``, ``stream_synchronize`` and ``device_tensor``;
 ``host_register`` and ``host_alloc`` wait for the system. A call that may take long lets go of the GIL. Addresses are
 integers, and handles are whatever the driver makes. ``copy``, ``launch``, ``event_synchronize`` and
 ``stream_synchronize`` come only from threads that have called ``use_device``. Every other call may come from any

@@ -46,7 +46,7 @@ class QueueFill:
     """The amount of a stream's work in the driver's queue. It counts entries, and subtracts those before an event that
     has happened. Only the submitter uses it.
 
-    Law: a driver whose queue is full blocks the next thread that calls it, perhaps an engine that launches on another
+    A driver whose queue is full blocks the next thread that calls it, perhaps an engine that launches on another
     stream. So a submitter stops long before that, and waits for older work of its own stream.
     """
 

@@ -228,7 +228,11 @@ class SegmentLog:
         try:
             async with self._reclaiming:
                 while self._exceeds(self.segment_bytes) and (victim := self._oldest()):
-                    await self._reclaim(victim)
+                    groups = [group for group in self.index.groups_of(victim.number) if group.hot]
+                    hot = [(group, [page for page in group.live() if group.hot >> page & 1]) for group in groups]
+                    await self._rescue(victim, hot, self.segment_bytes // 2)
+                    self.counts["reclaimed_segments"] += 1
+                    await self._evict(victim)
             self._last_number += 1
             made = await self.threads.run(open_segment, self.folder, self._last_number, self.direct, self.segment_bytes)
         except OSError as error:
@@ -273,7 +277,7 @@ class SegmentLog:
         segment.synced = 0
 
     async def sync(self) -> None:
-        """Return once everything that was written before would survive a power loss. Cancelling it is safe."""
+        """Return once everything that was written before would survive a power loss."""
         await settled([future for segment in self.segments.values() for future in segment.writing.values()])
         for segment in list(self.segments.values()):
             end = min(segment.writing, default=segment.tail)  # of what no record is being written to
@@ -340,13 +344,6 @@ class SegmentLog:
                     await self._evict(segment)
                     gone += dead
         return gone
-
-    async def _reclaim(self, victim: Segment) -> None:
-        groups = self.index.groups_of(victim.number)
-        hot = [(group, [page for page in group.live() if group.hot >> page & 1]) for group in groups if group.hot]
-        await self._rescue(victim, hot, self.segment_bytes // 2)
-        self.counts["reclaimed_segments"] += 1
-        await self._evict(victim)
 
     async def _rescue(self, victim: Segment, found: Sequence[tuple[PageGroup, list[int]]], budget: int) -> None:
         """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment;

@@ -168,7 +168,7 @@ class MooncakeBackend:
                 self._counts[name] = 0
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all objects of this namespace, as the master's admin server lists them. Cancelling it changes nothing.
+        """Yield all objects of this namespace, as the master's admin server lists them.
 
         Raises:
             ConfigError: the URL does not name the admin server.

@@ -1,7 +1,7 @@
 """The process's client, and the only access to Mooncake's library, which segfaults when it is called before set-up or
 after close.
 
-Law: the library is called only in the state READY, between ``__enter__`` and ``__exit__``, which count the calls under
+The library is called only in the state READY, between ``__enter__`` and ``__exit__``, which count the calls under
 way. ``close`` first refuses new calls and then waits until none is under way. The states are READY → CLOSING → CLOSED.
 The client is used from several threads.
 

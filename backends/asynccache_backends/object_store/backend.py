@@ -115,7 +115,6 @@ class ObjectBackend:
 
     async def probe(self) -> None:
         """Ask the store for a sign of life, and return when it has answered. (``exists`` asks only the index.)
-        Cancelling it is safe.
 
         Raises:
             Unavailable: it does not answer.
@@ -204,7 +203,7 @@ class ObjectBackend:
                         await self._client.delete([f"{folder}/{name}" for name in doomed])
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all pages that this process knows, pack by pack. It never waits. Cancelling it changes nothing."""
+        """Yield all pages that this process knows, pack by pack. It never waits."""
         with self._open_calls:
             for pack in self._catalog.index.packs():
                 entries = [pack.entry(at) for at in self._catalog.index.live(pack)]

@@ -70,7 +70,7 @@ class RedisBackend:
         return cls(settings, router, counts)
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Return for each key whether it is stored: HIT or MISS. Cancelling it changes nothing.
+        """Return for each key whether it is stored: HIT or MISS.
 
         In every call a server that is silent for ``stall`` seconds is given up. A server that sends a byte now and then
         is never silent; then only the deadline that ``CheckedStore`` sets for the call ends it.

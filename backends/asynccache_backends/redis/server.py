@@ -149,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
     """A connection for pages, which takes over the transport of ``link``. It serves one call of ``ask`` at a time. The
     server counts as hung after ``stall`` seconds without a byte in either direction.
 
-    Law: when ``ask`` has returned or raised, nothing touches its buffers any more. If a request does not end well,
+    When ``ask`` has returned or raised, nothing touches its buffers any more. If a request does not end well,
     because it was cancelled or the connection was lost or silent, the connection is closed at once, without a word to
     the server. So no reply is taken for that of another request, and no page that was sent in part is completed with
     other bytes: the server drops a command that it has received only in part."""
