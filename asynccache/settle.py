@@ -1,6 +1,6 @@
 """Work that uses the caller's buffers: waiting for it, counting it, and the threads that do it.
 
-Law: even a waiter that is cancelled returns only when the work has ended. A future is *settled* here when it is done:
+Even a waiter that is cancelled returns only when the work has ended. A future is *settled* here when it is done:
 with a result, with an error, or cancelled.
 
 A ``ThreadPool`` has a few threads that do blocking work for one event loop. Work begins in the order in which it was

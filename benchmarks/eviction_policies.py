@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asynccache.cli.hit_curves import BlockPath, next_uses, optimum, policy_hits
-from asynccache.cli.workloads import BLOCK_TOKENS, arrivals, paths_of, read_trace
+from asynccache.cli.traces import BLOCK_TOKENS, arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import Outcome, Plan, Status, Wait, operations
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig

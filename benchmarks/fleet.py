@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
+from asynccache.cli.traces import BLOCK_TOKENS, Trace, arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from benchmarks.parsing import integer, listed
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     busiest: float
 
 
-def conversations(trace: Sequence[TraceRequest]) -> tuple[list[list[Prompt]], set[int]]:
+def conversations(trace: Trace) -> tuple[list[list[Prompt]], set[int]]:
     """The trace's requests by conversation, and which keys are heads. A conversation is named by its first block that
     is no head."""
     paths = list(paths_of(trace))
@@ -92,13 +92,13 @@ def conversations(trace: Sequence[TraceRequest]) -> tuple[list[list[Prompt]], se
     heads = {key for path in paths for end, last in enumerate(path) if last in many for key in path[: end + 1]}
     prompts = [
         Prompt(at, next((key for key in path if key not in heads), -1 - number), tuple(path), request.input_length)
-        for number, (at, path, request) in enumerate(zip(arrivals(trace, 1.0), paths, trace, strict=True))
+        for number, (at, path, request) in enumerate(zip(arrivals(trace, 1.0), paths, trace.requests, strict=True))
     ]
     prompts.sort(key=lambda prompt: (prompt.conversation, prompt.at))
     return [list(one) for _, one in groupby(prompts, key=lambda prompt: prompt.conversation)], heads
 
 
-def fleet_load(trace: Sequence[TraceRequest], tokens: float, seed: int) -> list[Prompt]:
+def fleet_load(trace: Trace, tokens: float, seed: int) -> list[Prompt]:
     """Prompts of about ``tokens`` tokens in all, made of copies of the trace's conversations, by arrival."""
     texts, heads = conversations(trace)
     rng, end = random.Random(seed), arrivals(trace, 1.0)[-1]

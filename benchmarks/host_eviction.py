@@ -66,7 +66,7 @@ def extents(mixed: bool, count: int) -> tuple[float, float, float]:
         else:
             place = table.reserve(writer, key, "", size, label)
             assert place is not None
-            table.publish(writer, place.slot, 0.0)
+            table.publish(writer, place, 0.0)
         if measured and at % 1000 == 0:
             used.append(1 - table.free_bytes / (layout.units * 4096))
     return hits / (count - count // 2), found / (count - count // 2), sum(used) / len(used)

@@ -25,12 +25,12 @@ from rich.text import Text
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
 from asynccache.cli.output import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
-from asynccache.cli.report import Tally
+from asynccache.cli.report import Tally, ceiling
 from asynccache.cli.service import RequestRunner
-from asynccache.cli.workloads import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
+    from asynccache.runtime.lookups import LookupStats
 
 _PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
@@ -43,21 +43,23 @@ _QUEUED = 0.9
 
 
 class Screen(NamedTuple):
-    """A run at one moment, as texts. ``progress``: the share of the run that is done, None if it is not known.
-    ``rows``: name and text of each line, none of which needs more than 40 columns."""
+    """A run at one moment, as texts."""
 
     title: str
     clock: str
     progress: float | None
+    """The share of the run that is done, None if it is not known."""
     rows: tuple[tuple[str, str], ...]
+    """Name and text of each line, none of which needs more than 40 columns."""
     note: str = ""
 
 
 class Watch:
-    """Makes the screens of one run. ``note``: a line that the display shows below them."""
+    """Makes the screens of one run."""
 
     def __init__(self, settings: RunSettings, runner: RequestRunner, meter: Meter, cache: AsyncCache) -> None:
         self.note = ""
+        """A line that the display shows below the rows."""
         self._settings = settings
         self._runner = runner
         self._meter = meter
@@ -85,7 +87,7 @@ class Watch:
             f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}{ranks}",
             f"{elapsed:.0f} s" if duration is None else f"{elapsed:.0f} of {duration:.0f} s",
             min(1.0, max(shares)) if shares else None,
-            (*counts(runner.tally, settings.verify, runner.running, elapsed),
+            (*counts(runner.tally, settings.verify, runner.running, elapsed, statistics.lookups),
              *((name, f"{bar(used / room, 10):<10} {100 * used / room:3.0f} %") for name, used, room in rooms if room),
              *((ARROWS.get(name, name), f"{(count - last.get(name, 0)) / mebibytes:.1f} MiB/s")
                for name, count in moved.items()),
@@ -94,13 +96,17 @@ class Watch:
         )  # fmt: skip
 
 
-def counts(tally: Tally, verify: bool, running: int, elapsed: float) -> Iterator[tuple[str, str]]:
-    """The rows of what was served, how fast, how much of it was found in the cache, and whether it was right."""
+def counts(
+    tally: Tally, verify: bool, running: int, elapsed: float, lookups: LookupStats
+) -> Iterator[tuple[str, str]]:
+    """The rows of what was served, how fast, how much of it was found in the cache, beside the most that a cache of any
+    size would have found, and whether it was right."""
     yield "requests", f"{number(tally.served)} served · {running} running"
     ended = ((tally.cancelled, "cancelled"), (tally.failed, "failed"))
     rate = tally.served / elapsed if elapsed else 0.0
     yield "", f"{rate:.0f}/s" + "".join(f" · {number(count)} {name}" for count, name in ended if count)
-    yield "hits", f"{percent(tally.hit(), tally.tokens)} of tokens"
+    most = percent(ceiling(lookups, tally.tokens, tally.hit()), tally.tokens)
+    yield "hits", f"{percent(tally.hit(), tally.tokens)} of tokens, ≤ {most}"
     wrong = f"{number(tally.mismatches)} WRONG" if tally.mismatches else "all right"
     yield "verified", f"{number(tally.verified)}, {wrong}" if verify else "nothing is verified"
 
@@ -228,14 +234,16 @@ def _hits(report: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
         moved = report["per_hit"]
         yield (f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
                f"{moved['loaded_from_host']:.2f} loaded from it")
+    if "ceiling" in report:
+        yield f"  No cache, however large, would have had more than about {percent(report['ceiling'], 1)} of them"
     if "blocks" in report:
-        blocks = report["blocks"]
-        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the "
-               f"trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
+        blocks, block = report["blocks"], report["block_size"]
+        yield f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {block} tokens ({report['format']})"
+        yield (f"  One request at a time, the trace implies {number(blocks['shared'])}: "
+               f"{percent(blocks['shared'] * block, total)}")
 
 
 def _times(report: Mapping[str, Any]) -> tuple[list[tuple[str | Text, ...]], list[str]]:
-    """The rows of the times to first token, and sentences about why they are as they are."""
     mean, without, wait, line = (report[f"{key}_mean_ms"] for key in (
         "ttft", "ttft_without_cache", "wait", "line_without_cache"))
     sooner = f"{without / mean:.1f} times sooner" if without > mean > 0 else ""

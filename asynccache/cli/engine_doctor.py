@@ -97,7 +97,11 @@ def _installation(engine: Engine, tell: Tell) -> Iterator[Finding]:
     found += [f"{name} {_version(name) or 'not installed'}" for name in ("torch", "asynccache")]
     yield Finding("version", "well", f"{', '.join(found)}, Python {platform.python_version()}")
     if engine == "vllm":
-        yield from _found_by_vllm()
+        if not entry_points(group="vllm.general_plugins", name="asynccache"):
+            yield Finding("plug-in", "wrong", "asynccache's entry point for vLLM is missing: install asynccache again")
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed is not None and "asynccache" not in allowed.split(","):
+            yield Finding("plug-in", "wrong", f"VLLM_PLUGINS={allowed} keeps vLLM from loading asynccache: add it")
     tell(f"importing {engine}")
     try:
         done = subprocess.run([sys.executable, "-c", plugin.program], stdin=subprocess.DEVNULL, capture_output=True,
@@ -111,15 +115,6 @@ def _installation(engine: Engine, tell: Tell) -> Iterator[Finding]:
         yield Finding("plug-in", "wrong", last.partition("Error: ")[2] or last)
     else:
         yield Finding("plug-in", "well", f"it fits the interface of this {engine}")
-
-
-def _found_by_vllm() -> Iterator[Finding]:
-    """vLLM finds the tier by an entry point, unless a variable of its environment names others."""
-    if not entry_points(group="vllm.general_plugins", name="asynccache"):
-        yield Finding("plug-in", "wrong", "asynccache's entry point for vLLM is missing: install asynccache again")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "asynccache" not in allowed.split(","):
-        yield Finding("plug-in", "wrong", f"VLLM_PLUGINS={allowed} keeps vLLM from loading asynccache: add it")
 
 
 def _version(package: str) -> str | None:
@@ -163,7 +158,6 @@ def _memory(engine: Engine, host: int) -> Iterator[Finding]:
 
 
 def _store(engine: Engine, url: str) -> Finding:
-    """Look at one store: its URL, rights and room, and whether it answers."""
     shown = redacted(url)
     try:
         (there,) = placed_storage(engine if engine in RANKS else "vllm", [url])
@@ -201,7 +195,7 @@ async def _asked(url: str, shown: str) -> float:
 
 
 def _place(shown: str, path: str, capacity: str) -> Finding:
-    """What can be said of a folder that a file store would make."""
+    """Return what can be said of a folder that a file store would make."""
     above = Path(path).absolute()
     while not above.exists():
         above = above.parent

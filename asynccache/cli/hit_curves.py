@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.cli.workloads import BLOCK_TOKENS
+from asynccache.cli.traces import BLOCK_TOKENS
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 
@@ -50,11 +50,13 @@ it."""
 
 class HitCurve(NamedTuple):
     """``hits[c]``: how many lookups a cache of c blocks answers; the last entry holds for every larger cache as well.
-    ``lookups``: how many there are in all. ``blocks``: how many different blocks the requests have."""
+    """
 
     hits: npt.NDArray[np.int64]
     lookups: int
+    """How many lookups there are in all."""
     blocks: int
+    """How many different blocks the requests have."""
 
     def found(self, capacity: float) -> int:
         """The number of lookups that a cache of ``capacity`` blocks answers."""
@@ -139,9 +141,11 @@ _SPACE = bytes(32)
 _UNSLICED = 1 << 30
 
 
-def policy_hits(paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float]) -> int:
-    """The number of lookups that a device of ``capacity`` blocks answers under the policy named ``eviction``.
-    ``times``: the seconds at which the requests come, ascending.
+def policy_hits(
+    paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float], block_size: int = BLOCK_TOKENS
+) -> int:
+    """The number of lookups that a device of ``capacity`` blocks of ``block_size`` tokens answers under the policy
+    named ``eviction``. ``times``: the seconds at which the requests come, ascending.
 
     The requests go through a core one at a time, at these times, with one page for each block, no host tier, no store
     and no hints. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way.
@@ -151,19 +155,19 @@ def policy_hits(paths: Sequence[BlockPath], capacity: int, eviction: str, times:
     if capacity < 1:
         return 0
     core = CacheCore(CoreConfig(
-        page_size=BLOCK_TOKENS, components=(ComponentSlots(ComponentKind.FULL, capacity),), eviction=eviction,
+        page_size=block_size, components=(ComponentSlots(ComponentKind.FULL, capacity),), eviction=eviction,
         slice_steps=_UNSLICED,
     ))  # fmt: skip
     hits = 0
     for path, at in zip(paths, times, strict=True):
         core.at(at)
-        key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
+        key, length = np.repeat(np.asarray(path, dtype=np.int32), block_size).tobytes(), len(path) * block_size
         if len(path) > capacity:
-            hits += core.match(_SPACE, key).device // BLOCK_TOKENS
+            hits += core.match(_SPACE, key).device // block_size
             continue
         granted = core.lease(LeaseRequest(_SPACE, key, length, length, length))
         assert isinstance(granted, Grant), f"nobody else uses the {capacity} blocks of the device"
-        hits += granted.lease.cached // BLOCK_TOKENS
+        hits += granted.lease.cached // block_size
         waits = core.commit(granted.lease, key, b"")
         assert not isinstance(waits, Wait), "there is nowhere that pages could come from"
         core.release(granted.lease)

@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from asynccache import checks
 from asynccache.cli.run_cache import PRESET
+from asynccache.cli.traces import CONVERSATIONS, MOST_BLOCK
 from asynccache.config import (
     COMPONENTS,
     MOST_LAYERS,
@@ -80,11 +81,12 @@ def parsed_device(name: str, text: str) -> str:
 
 
 class CommandOptions(Settings, frozen=True, kw_only=True):
-    """The options of one command, or of several that differ in a few. ``changed``: by command, the defaults that are
-    not those of the fields. ``groups``: the titles under which the help shows options; those in none come first."""
+    """The options of one command, or of several that differ in a few."""
 
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """By command, the defaults that differ from those of the fields."""
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The titles under which the help shows options; options without a title come first."""
 
     @classmethod
     def fields(cls, command: str = "") -> dict[str, Field]:
@@ -146,6 +148,11 @@ class CommandOptions(Settings, frozen=True, kw_only=True):
         """Return the options of ``command``. Raises ConfigError: as ``values``, or they do not fit together."""
         return cls(**cls.values(command, given))
 
+
+BlockSize = Annotated[int, Meta(ge=1, le=MOST_BLOCK)]
+TRACE = "a trace of Mooncake's, Qwen-Bailian's or AgentX's format; .gz, or a folder of files"
+BLOCK_SIZE = "tokens of a block, if the records do not say it: 512, or 16 for Qwen-Bailian and 64 for AgentX"
+CONVERSATIONS_OPEN = f"conversations of an AgentX trace that are open at the same time: {CONVERSATIONS}"
 
 Command = Literal["replay", "stress"]
 Loop = Literal["uvloop", "asyncio"]
@@ -217,16 +224,13 @@ def _storage(name: str, text: str) -> str | tuple[str, ...] | None:
 class RunSettings(CommandOptions, frozen=True, kw_only=True):
     """All settings of one run, with defaults filled in. Those of a command that the other one does not have are at
     their defaults there.
-
-    ``cache``: the cache that the file of ``--config`` describes; None without that option. If there is one, the
-    settings about the cache repeat what it says.
     """
 
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {"replay": {"workload": None, "rate": 0.0, **ROOM}}
     groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "the load": ("speed", "limit", "workload", "duration", "requests", "rate", "concurrency", "decode_tokens",
-                     "insert_outputs", "end_hints", "shared_hints", "prefill_tokens_per_s", "cancel_rate", "faults",
-                     "seed"),
+        "the load": ("speed", "limit", "block_size", "conversations", "workload", "duration", "requests", "rate",
+                     "concurrency", "decode_tokens", "insert_outputs", "end_hints", "shared_hints",
+                     "prefill_tokens_per_s", "cancel_rate", "faults", "seed"),
         "the cache": ("config", "device_tokens", "host_tokens", "page_size", "bytes_per_token", "layers", "eviction",
                       "write_policy", "device", "loop"),
         "storage": ("storage", "prefetch_policy"),
@@ -236,11 +240,12 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     }
 
     command: Command
-    trace: Annotated[str | None, option("TRACE", "a trace in the Mooncake format (JSON lines)",
-                                        argument=True, only="replay")] = None
+    trace: Annotated[str | None, option("TRACE", TRACE, argument=True, only="replay")] = None
     speed: Annotated[NotNegative | None, option(
         "X", "replay by the trace's clock, X times as fast; 0: as fast as the cache serves", only="replay")] = 0.0
     limit: Annotated[Count | None, option("N", "serve the first N requests only", only="replay")] = None
+    block_size: Annotated[BlockSize | None, option("TOKENS", BLOCK_SIZE, only="replay")] = None
+    conversations: Annotated[Concurrency | None, option("N", CONVERSATIONS_OPEN, only="replay")] = None
     workload: Annotated[Workload | None, option("NAME", "what is asked for", only="stress")] = "mixed"
     duration: Annotated[Rate | None, option(
         "SECONDS", "admit requests for so long; 20 if --requests is not given", only="stress")] = None
@@ -315,6 +320,8 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     report: Annotated[str | None, option("FILE.html", "write the report as one page with plots")] = None
     quiet: Quiet = False
     cache: CacheConfig | None = None
+    """The cache that the file of ``--config`` describes; None without that option. If there is one, the settings about
+    the cache repeat what it says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

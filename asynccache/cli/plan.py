@@ -16,9 +16,22 @@ from typing import Annotated, Any
 from msgspec import Meta, convert
 
 from asynccache.cli.hit_curves import curve, next_uses, optimum, policy_hits
-from asynccache.cli.options import EVICTION, PREFILL_RATE, ROOM, CommandOptions, Json, Rate, option
+from asynccache.cli.options import (
+    BLOCK_SIZE,
+    CONVERSATIONS_OPEN,
+    EVICTION,
+    PREFILL_RATE,
+    ROOM,
+    TRACE,
+    BlockSize,
+    CommandOptions,
+    Concurrency,
+    Json,
+    Rate,
+    option,
+)
 from asynccache.cli.output import HIT_RATIO, TIER_NAMES, answer, number, percent, progress, size
-from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
+from asynccache.cli.traces import Trace, arrivals, paths_of, read_trace
 from asynccache.config import eviction_policies
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Count
@@ -53,8 +66,10 @@ Sizes = tuple[Annotated[float, Meta(gt=0, le=1e9)], ...]
 class Options(CommandOptions, frozen=True, kw_only=True):
     """The options of ``plan``."""
 
-    trace: Annotated[str, option("TRACE", "a trace in the Mooncake format (JSON lines)", argument=True)]
+    trace: Annotated[str, option("TRACE", TRACE, argument=True)]
     limit: Annotated[Count | None, option("N", "use the first N requests only")] = None
+    block_size: Annotated[BlockSize | None, option("TOKENS", BLOCK_SIZE)] = None
+    conversations: Annotated[Concurrency | None, option("N", CONVERSATIONS_OPEN)] = None
     device_tokens: Annotated[Amount, option("N", "tokens that the device has room for (L1)")] = ROOM["device_tokens"]
     bytes_per_token: Annotated[Count, option(
         "BYTES", "KV of one token in all layers; as it is, keys and values of 32 layers with 8 heads of 128 elements "
@@ -81,37 +96,39 @@ def execute(options: Options) -> int:
     Raises:
         AsyncCacheError: an option or the trace cannot be used.
     """
-    report = plan(options, read_trace(options.trace, options.limit))
+    report = plan(options, read_trace(options.trace, options.limit, block_size=options.block_size,
+                                      conversations=options.conversations))
     answer(report, text(report), options.json)
     return 0
 
 
-def plan(options: Options, trace: Sequence[TraceRequest]) -> Report:
+def plan(options: Options, trace: Trace) -> Report:
     """The plan as plain values. Shows on standard error how far it has come."""
     model = {name: getattr(options, name) for name in MODEL}
-    paths = list(paths_of(trace))
+    paths, block = list(paths_of(trace)), trace.block_size
     found = curve(paths)
-    tokens = sum(request.input_length for request in trace)
+    tokens = sum(request.input_length for request in trace.requests)
     steps = list(_steps(options))
-    rooms = sorted({room // BLOCK_TOKENS for _, _, room in steps})
+    rooms = sorted({room // block for _, _, room in steps})
     uses, times, hits = next_uses(paths), arrivals(trace, 1.0), dict[int, dict[str, int]]()
     with progress() as tell:
         for room in rooms:
             lru, evicts = found.found(room), room < found.blocks and options.eviction != "lru"
             hits[room] = {"lru": lru, "optimum": optimum(paths, uses, room),
-                          "policy": policy_hits(paths, room, options.eviction, times) if evicts else lru}
+                          "policy": policy_hits(paths, room, options.eviction, times, block) if evicts else lru}
             tell(f"plan: {len(hits)} of {len(rooms)} sizes")
     return {
-        "command": "plan", "trace": options.trace, "requests": len(trace),
-        "seconds": (trace[-1].timestamp - trace[0].timestamp) / 1000, "tokens": tokens,
+        "command": "plan", "trace": options.trace, "format": trace.form, "block_size": block,
+        "requests": len(trace.requests),
+        "seconds": (trace.requests[-1].timestamp - trace.requests[0].timestamp) / 1000, "tokens": tokens,
         "prefill_s": round(tokens / options.prefill_tokens_per_s, 3),
-        "highest_hit_ratio": round(float(found.hits[-1]) * BLOCK_TOKENS / tokens, 5),
-        "highest_needs_gib": round((len(found.hits) - 1) * BLOCK_TOKENS * options.bytes_per_token / GIB, 3),
+        "highest_hit_ratio": round(float(found.hits[-1]) * block / tokens, 5),
+        "highest_needs_gib": round((len(found.hits) - 1) * block * options.bytes_per_token / GIB, 3),
         "model": model, "eviction": options.eviction, "hit_ratio_is": HIT_RATIO,
         "source": "full blocks, one request at a time: LRU by stack distances (Mattson et al. 1970), the policy by the "
                   "core itself, the optimum with the future known (Belady 1966)",
-        "rows": list(_rows(steps, hits, model, tokens)),
-        "tokens_per_end": found.blocks * BLOCK_TOKENS // max(1, len({path[-1] for path in paths if path})),
+        "rows": list(_rows(steps, hits, model, tokens, block)),
+        "tokens_per_end": found.blocks * block // max(1, len({path[-1] for path in paths if path})),
     }
 
 
@@ -129,7 +146,8 @@ def _steps(options: Options) -> Iterator[Step]:
 
 
 def _rows(
-    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: Mapping[str, float], tokens: int
+    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: Mapping[str, float], tokens: int,
+    block: int,
 ) -> Iterator[dict[str, Any]]:
     """The rows of the plan. ``hit_ratio``: under the policy in use. ``saved_s``: prefill saved minus time to load, in
     seconds, of this tier and those above it. What a GiB adds is counted from the next smaller size of the same tier,
@@ -139,12 +157,12 @@ def _rows(
     for name, gibs, room in steps:
         if name != tier:
             tier, gib, hits_above, saved_above = name, 0.0, hits, saved
-        more, row, before = gibs - gib or 1.0, found[room // BLOCK_TOKENS], saved
-        gib, hits = gibs, row["policy"] * BLOCK_TOKENS
+        more, row, before = gibs - gib or 1.0, found[room // block], saved
+        gib, hits = gibs, row["policy"] * block
         saved = saved_above + (hits - hits_above) * saves(model, tier)
         yield {
             "tier": tier, "gib": round(gib, 3), "tokens": room, "hit_ratio": round(hits / tokens, 5),
-            **{way: round(row[way] * BLOCK_TOKENS / tokens, 5) for way in ("lru", "optimum")},
+            **{way: round(row[way] * block / tokens, 5) for way in ("lru", "optimum")},
             "saved_s": round(saved, 3), "adds_s_per_gib": round((saved - before) / more, 4),
         }
 
@@ -156,8 +174,8 @@ def text(report: Report) -> str:
     head = (f"{number(report['requests'])} requests in {time}, {number(report['tokens'])} prompt tokens: "
             f"{number(report['prefill_s'])} s of prefill")
     model = report["model"]
-    cache = (f"L1 {number(report['rows'][0]['tokens'])} tokens, in blocks of {BLOCK_TOKENS}; "
-             f"{size(model['bytes_per_token'])} a token")
+    cache = (f"L1 {number(report['rows'][0]['tokens'])} tokens, in blocks of {report['block_size']} "
+             f"({report['format']}); {size(model['bytes_per_token'])} a token")
     columns = f"  {'':<10}{'GiB':>8}{'tokens':>13}{'hits':>8}{'LRU':>8}{'best':>8}{'saved':>12}{'s per GiB':>11}"
     kept, left_out = list[Mapping[str, Any]](), dict[str, list[str]]()
     for row in report["rows"]:

@@ -4,7 +4,7 @@ pools are sidecars, and which are replicated."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from asynccache.errors import ConfigError
 
 if TYPE_CHECKING:
     from asynccache.cli.options import RunSettings
-    from asynccache.cli.workloads import TraceRequest, TraceSurvey
+    from asynccache.cli.traces import Trace, TraceSurvey
 
 MODEL = "asynccache-stand-in"
 PRESET = "deepseek-v4"
@@ -68,7 +68,7 @@ def replicas(text: str) -> dict[str, Replicated]:
 
 
 def configure(
-    settings: RunSettings, trace: Sequence[TraceRequest] = (), survey: TraceSurvey | None = None
+    settings: RunSettings, trace: Trace | None = None, survey: TraceSurvey | None = None
 ) -> CacheConfig:
     """The configuration of a run's cache. ``trace`` and ``survey``: the trace that the run replays and what ``survey``
     found in it; the size ``all`` depends on them.
@@ -88,8 +88,8 @@ def configure(
     )
 
 
-def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey | None) -> CacheConfig:
-    needed = 0 if survey is None else tokens_needed(settings, trace, survey)
+def _made(settings: RunSettings, trace: Trace | None, survey: TraceSurvey | None) -> CacheConfig:
+    needed = 0 if trace is None or survey is None else tokens_needed(settings, trace, survey)
     sizes = (settings.device_tokens, settings.host_tokens)
     device, host = (needed if size == "all" else size for size in sizes)
     logical = PRESET in map(str.strip, settings.sidecars.split(","))  # all KV of FULL is in sidecars
@@ -107,7 +107,8 @@ def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSur
         ))
     if "mamba" in settings.components:
         running = settings.concurrency * _STATES_PER_REQUEST
-        states = [running + (2 * len(trace) if size == "all" else tokens // _TOKENS_PER_STATE)
+        all_ = 0 if trace is None else 2 * len(trace.requests)
+        states = [running + (all_ if size == "all" else tokens // _TOKENS_PER_STATE)
                   for size, tokens in zip(sizes, (device, host), strict=True)]
         components.append(Mamba(
             state_bytes=settings.mamba_bytes, layers=settings.layers, device_states=states[0],
@@ -121,7 +122,7 @@ def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSur
     )
 
 
-def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey) -> int:
+def tokens_needed(settings: RunSettings, trace: Trace, survey: TraceSurvey) -> int:
     """Tokens of room with which nothing is evicted: for every page of the trace and for the requests that run.
 
     Counted are the pages of each prompt that no earlier prompt has, one more page where a prompt may leave an earlier
@@ -130,13 +131,13 @@ def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: 
     page = settings.page_size
     kept = sum(-(-fresh // page) + 1 for fresh in survey.fresh_tokens)
     if settings.insert_outputs:
-        kept += sum(-(-min(r.output_length, settings.decode_tokens) // page) + 1 for r in trace)
-    longest = max(r.input_length for r in trace) + settings.decode_tokens
+        kept += sum(-(-min(r.output_length, settings.decode_tokens) // page) + 1 for r in trace.requests)
+    longest = max(r.input_length for r in trace.requests) + settings.decode_tokens
     running = settings.concurrency * (-(-longest // page) + 3)
     return (kept + running) * page
 
 
-def check_fits(settings: RunSettings, config: CacheConfig, trace: Sequence[TraceRequest]) -> None:
+def check_fits(settings: RunSettings, config: CacheConfig, trace: Trace) -> None:
     """Refuse a trace whose longest request, with what it decodes, cannot fit into L1.
 
     Raises:
@@ -145,7 +146,7 @@ def check_fits(settings: RunSettings, config: CacheConfig, trace: Sequence[Trace
     full = config.components[0]
     assert isinstance(full, Full)
     total, number, output = max((one.input_length + (output := min(one.output_length, settings.decode_tokens)),
-                                 -number, output) for number, one in enumerate(trace, start=1))
+                                 -number, output) for number, one in enumerate(trace.requests, start=1))
     needed = -(-total // settings.page_size) * settings.page_size
     if needed > full.device_tokens:
         raise ConfigError(f"--device-tokens={full.device_tokens}: request {-number} of the trace has {total - output} "

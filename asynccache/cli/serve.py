@@ -29,9 +29,10 @@ from asynccache.cli.output import number, percent, size, write
 from asynccache.core.plan import Cleared, Medium
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
-from asynccache.host.memory import HostMemory
+from asynccache.host.memory import HostMemory, layout_of
 from asynccache.host.pages import LONGEST_SHARE
 from asynccache.host.server import HostServer
+from asynccache.host.sockets import free_path
 from asynccache.host.takeover import take_over
 from asynccache.storage import Size, parse_host_port, parse_size
 
@@ -82,7 +83,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     def read(cls, command: str, given: Mapping[str, Any]) -> Self:
         """Return the options, with those of the file that ``--config`` names."""
         path = given.get("config")
-        return super().read(command, given if path is None else {**_in_file(path, cls), **_given(given)})
+        if path is not None:
+            given = {**_in_file(path, cls), **{name: value for name, value in given.items() if value is not None}}
+        return super().read(command, given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,10 +119,6 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                 raise ConfigError(f"--limit={text} must be LABEL=SIZE, as in llama=16GiB")
             found[label] = parse_size(f"--limit={label}", amount)
         return found
-
-
-def _given(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _in_file(path: str, options: type[Options]) -> dict[str, Any]:
@@ -196,9 +195,11 @@ async def _serve(options: Options) -> int:
     if options.events is not None:
         _import_events()  # before anything is taken over
     taken = await asyncio.to_thread(take_over, options.path) if options.replace else None
+    if taken is None:
+        free_path(options.path)  # before a store says that its folder is in use
     memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
-    if taken is not None and memory.layout.size != options.memory:
-        print(f"asynccache: the memory that was taken over has {size(memory.layout.size)}", file=sys.stderr)
+    if taken is not None and memory.layout != layout_of(options.memory, huge=options.huge):
+        print(f"asynccache: the memory that was taken over has {size(memory.layout.size)} for pages", file=sys.stderr)
     stores, behind = options.stores, None
     if stores:
         behind = StoresBehind(stores, min(LONGEST_BEHIND, memory.layout.units // LONGEST_SHARE * 4096))
@@ -292,7 +293,8 @@ async def _show(server: HostServer, options: Options) -> None:
     if sys.stderr.isatty() and options.json is None:
         with suppress(ImportError):  # rich is optional here
             await _live(server, options, began)
-    print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)}", file=sys.stderr, flush=True)
+    print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)} for pages", file=sys.stderr,
+          flush=True)  # fmt: skip
     while True:
         await asyncio.sleep(LINE_EVERY)
         now = server.counts()

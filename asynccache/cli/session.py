@@ -28,7 +28,8 @@ from asynccache.cli.page import page
 from asynccache.cli.report import Sampler, Tally
 from asynccache.cli.run_cache import check_fits, configure
 from asynccache.cli.service import RequestRunner, Server
-from asynccache.cli.workloads import Source, StressSource, TraceSource, read_trace, survey
+from asynccache.cli.traces import read_trace, survey
+from asynccache.cli.workloads import Source, StressSource, TraceSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation, RankFailure
@@ -76,20 +77,22 @@ def execute(settings: RunSettings) -> int:
 
 
 class Session:
-    """One run. ``status``: its exit status, when all is told. ``interrupted``: whether Ctrl-C was pressed. ``meter``,
-    ``tally``: what is measured and counted. ``cache``, ``runner``: the cache, and what runs the requests; None: they
-    have not begun."""
+    """One run."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.status: int | None = None
+        """The run's exit status, once it is known."""
         self.interrupted = False
+        """Whether Ctrl-C was pressed."""
         self.tally = Tally()
         self.meter = Meter()
         self.cache: AsyncCache | None = None
         self.runner: RequestRunner | None = None
+        """``cache`` and ``runner`` are None until the run has begun."""
         self._watch: Watch | None = None
         self._over_time: dict[str, Any] = {}
+        self._read: dict[str, Any] = {}
 
     async def execute(self) -> None:
         """Run, and tell the result. Cancelling it once ends the run early; see ``reported``."""
@@ -138,10 +141,14 @@ class Session:
                 open_conversations=settings.concurrency * _CONVERSATIONS_PER_PLACE, rate=settings.rate,
             )
         else:
-            trace = await asyncio.to_thread(read_trace, settings.trace, settings.limit)
+            trace = await asyncio.to_thread(
+                read_trace, settings.trace, settings.limit, block_size=settings.block_size,
+                conversations=settings.conversations,
+            )
             found = await asyncio.to_thread(survey, trace)
             config = configure(settings, trace, found)
             check_fits(settings, config, trace)
+            self._read = {"format": trace.form, "block_size": trace.block_size}
             source = TraceSource(
                 trace, found, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed,
                 shared_hints=settings.shared_hints,
@@ -162,7 +169,7 @@ class Session:
         left = left._replace(tasks=len(asyncio.all_tasks() - before) + (0 if ranks is None else ranks.count()))
         if any(left):
             self.tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
-        result = report.build(settings, self.tally, self.meter, own, left) | self._over_time
+        result = report.build(settings, self.tally, self.meter, own, left) | self._read | self._over_time
         if self.runner is not None and self.runner.traceback is not None:
             result["traceback"] = self.runner.traceback
         return result if ranks is None else ranks.told_in(result)
@@ -193,7 +200,6 @@ class Session:
             await device.aclose()
 
     async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
-        """Serve all requests, and show, sample and expose the run meanwhile."""
         settings, duration, loop = self.settings, self.settings.admits_for, asyncio.get_running_loop()
         runner = RequestRunner(Server(cache, engine, settings, self.tally), source, settings, self.tally)
         if settings.command == "replay":  # ages of pages are by the trace's time, however fast it is replayed
@@ -266,4 +272,7 @@ class Session:
         except InvariantViolation as error:
             self.tally.problem(f"a law of the core is broken: {error}")
         left = report.look(core) if idle else report.Leaks()  # operations still in flight hold pages rightly
-        return {"left": left, **report.facts(cache, self.settings.page_size)}
+        tally, lookups = self.tally, cache.statistics().lookups
+        most = report.ceiling(lookups, tally.tokens, tally.hit())
+        return {"left": left, "ceiling": round(most / tally.tokens, 5) if tally.tokens else 0.0,
+                **report.facts(cache, self.settings.page_size)}

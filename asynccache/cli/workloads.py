@@ -1,14 +1,8 @@
 """Where a run's requests come from: a trace, or made-up conversations.
 
-Tokens are made out of numbers. The same numbers give the same tokens on every machine and in every run. A block of a
-trace becomes 512 tokens. Each token depends on the block's id and on its position in the block, so blocks with equal
-ids are equal, and the first n tokens of a partial block are those of the whole block.
-
-**Traces** are in the Mooncake format: a text file with one JSON object, one request, on each line. The fields are
-``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), and ``hash_ids``: one id for each 512
-tokens of the prompt, where the last block may be partial. Blocks with equal ids are equal if all blocks before them are
-equal too. Refused are times beyond the year 2248, prompts of more than 16 million tokens and outputs of more than one
-million; an error names the line. ``survey`` works out what a trace says by itself, without a cache.
+Tokens are made out of numbers. The same numbers give the same tokens on every machine and in every run. Each token of a
+block of a trace depends on the block's id and on its position in the block, so blocks with equal ids are equal, and the
+first n tokens of a partial block are those of the whole block. What has no id is tokens that no other request has.
 
 **The workloads of ``stress``** are conversations that share prompts, grow, branch and end, all drawn from a seed. A
 conversation gives one request at a time, and the next one only when the last one has ended, as a user or an agent
@@ -18,31 +12,22 @@ pages are evicted between two requests of a conversation and come back. Nothing 
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Annotated, NamedTuple, Protocol
+from functools import cache, partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 
-from asynccache import checks
-from asynccache.errors import AsyncCacheError, ConfigError
-from asynccache.settings import Settings
+from asynccache.cli.traces import BLOCK_TOKENS, Trace, TraceSurvey, arrivals
 
 Tokens = npt.NDArray[np.int32]
-
-BLOCK_TOKENS = 512
-"""Tokens in one block of a trace."""
 
 _U64 = np.uint64
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
 _MASK = (1 << 64) - 1
-
-_OFFSETS = np.arange(BLOCK_TOKENS, dtype=_U64) * _U64(_MIX)
 
 
 class RunRequest(NamedTuple):
@@ -54,7 +39,8 @@ class RunRequest(NamedTuple):
     at: when the request arrives, in seconds after the start of the run; used by replays with ``--speed``.
     ended: True if the release tells the cache that this conversation will not go on.
     namespace: the namespace of the prompt.
-    shared_blocks: full blocks of the prompt that earlier prompts of the trace have as well.
+    block_size, shared_blocks: tokens of a block of the trace; full blocks of the prompt that earlier prompts of the
+        trace have as well.
     shared_tokens: the lease tells the cache that other conversations share so many tokens of the prompt; None: the
         lease does not say.
     time: when the request arrived according to the trace, in seconds after the trace's start, whatever the speed of
@@ -69,6 +55,7 @@ class RunRequest(NamedTuple):
     at: float = 0.0
     ended: bool = False
     namespace: str | None = None
+    block_size: int = BLOCK_TOKENS
     shared_blocks: int = 0
     shared_tokens: int | None = None
     time: float | None = None
@@ -88,10 +75,18 @@ class Source(Protocol):
         ...
 
 
-def block_tokens(blocks: Sequence[int], length: int) -> Tokens:
-    """The first ``length`` tokens of these blocks, laid end to end."""
+def block_tokens(blocks: Sequence[int], length: int, size: int = BLOCK_TOKENS, rest: int = 0) -> Tokens:
+    """The first ``length`` tokens of these blocks of ``size`` tokens, laid end to end. What they are too short for
+    comes from the stream ``rest``."""
     seeds = np.array([_seed(block) for block in blocks], dtype=_U64)
-    return _finish((seeds[:, None] + _OFFSETS).reshape(-1)[:length])
+    found = _finish((seeds[:, None] + _offsets(size)).reshape(-1)[:length])
+    missing = length - len(found)
+    return np.concatenate([found, stream_tokens(rest, 0, missing)]) if missing else found
+
+
+@cache
+def _offsets(size: int) -> npt.NDArray[np.uint64]:
+    return np.arange(size, dtype=_U64) * _U64(_MIX)
 
 
 def stream_tokens(stream: int, start: int, length: int) -> Tokens:
@@ -112,145 +107,7 @@ def _finish(x: npt.NDArray[np.uint64]) -> Tokens:
     return x.astype(np.int32)
 
 
-_OUTPUT_STREAM = 1 << 48
-
-
-class TraceError(AsyncCacheError, ValueError):
-    """A trace cannot be read. The message names the file and, for a malformed line, its number, the field and the
-    value."""
-
-
-class _Line(Settings, frozen=True, kw_only=True):
-    """The fields of a line that are read, and their limits."""
-
-    timestamp: Annotated[float, Meta(ge=0, le=1 << 43)]
-    input_length: Annotated[int, Meta(ge=1, le=1 << 24)]
-    output_length: Annotated[int, Meta(ge=0, le=1 << 20)]
-    hash_ids: tuple[int, ...]
-
-
-class TraceRequest(NamedTuple):
-    """One line of a trace. ``timestamp``: milliseconds; lengths in tokens; ``blocks``: the line's ``hash_ids``."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    blocks: tuple[int, ...]
-
-
-class TraceSurvey(NamedTuple):
-    """Figures of a trace, as if a cache that forgets nothing served it one request at a time. Each field has one entry
-    for each request.
-
-    shared_blocks: full blocks of its prompt that an earlier prompt has under the same prefix.
-    fresh_tokens: tokens of its prompt that no earlier prompt has.
-    last: no later prompt has all full blocks of this one, so the conversation seems to end here.
-    later_blocks: full blocks of its prompt that a later prompt has as well.
-    """
-
-    shared_blocks: tuple[int, ...]
-    fresh_tokens: tuple[int, ...]
-    last: tuple[bool, ...]
-    later_blocks: tuple[int, ...] = ()
-
-
-def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
-    """The first ``limit`` requests of the trace at ``path``. Blocking.
-
-    Raises:
-        TraceError: the file cannot be read, is empty, or has a malformed line.
-    """
-    requests: list[TraceRequest] = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if len(requests) == limit:
-                    break
-                if line.strip():
-                    requests.append(parse_line(line, f"{path}:{number}"))
-    except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from None
-    if not requests:
-        raise TraceError(f"the trace {path} has no requests")
-    return requests
-
-
-def parse_line(line: str, where: str) -> TraceRequest:
-    """The request on one line. ``where``: file and line number, which the message of an error begins with.
-
-    Raises:
-        TraceError: the line is malformed, or a value is out of its limits.
-    """
-    try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise TraceError(f"{where}: not a JSON object but {checks.shown(row)}")
-        found = _Line(**{name: row[name] for name in _Line.__struct_fields__})
-    except KeyError as error:
-        raise TraceError(f"{where}: the field {error} is missing") from None
-    except ConfigError as error:
-        raise TraceError(f"{where}: {error}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise TraceError(f"{where}: not a JSON object: {error}") from None
-    blocks, needed = found.hash_ids, -(-found.input_length // BLOCK_TOKENS)
-    if not all(0 <= block < 1 << 64 for block in blocks):
-        raise TraceError(f"{where}: hash_ids={checks.shown(row['hash_ids'])} must be integers from 0 to 2**64 - 1")
-    if len(blocks) != needed:
-        raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but input_length={found.input_length} makes "
-                         f"{needed} of {BLOCK_TOKENS} tokens")
-    return TraceRequest(found.timestamp, found.input_length, found.output_length, blocks)
-
-
-def survey(trace: Sequence[TraceRequest]) -> TraceSurvey:
-    """Return the blocks and tokens that each prompt shares with earlier and later ones."""
-    seen: set[int] = set()
-    partial: dict[tuple[int, int], int] = {}
-    shared, fresh, paths = [], [], list(paths_of(trace))
-    for request, path in zip(trace, paths, strict=True):
-        known, rest = sum(key in seen for key in path), request.input_length % BLOCK_TOKENS
-        seen.update(path)
-        new = (len(path) - known) * BLOCK_TOKENS
-        if rest:
-            key = (path[-1] if path else -1, request.blocks[len(path)])
-            new += max(0, rest - partial.get(key, 0))
-            partial[key] = max(rest, partial.get(key, 0))
-        shared.append(known)
-        fresh.append(new)
-    seen.clear()
-    later = []
-    for path in reversed(paths):  # the blocks that are in a later path are a prefix: who has one has all before it
-        later.append(sum(block in seen for block in path))
-        seen.update(path)
-    later.reverse()
-    last = tuple([not path or blocks < len(path) for path, blocks in zip(paths, later, strict=True)])
-    return TraceSurvey(tuple(shared), tuple(fresh), last, tuple(later))
-
-
-def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
-    """The full blocks of each prompt, as keys from 0 on. Equal blocks after equal blocks get one key."""
-    known: dict[tuple[int, int], int] = {}
-    for request in trace:
-        path, parent = [], -1
-        for block in request.blocks[: request.input_length // BLOCK_TOKENS]:
-            parent = known.setdefault((parent, block), len(known))
-            path.append(parent)
-        yield path
-
-
-def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
-    """The arrival of each request, in seconds after the start, at ``speed`` times the trace's speed; 0: all at once.
-
-    Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
-    """
-    if not speed:
-        return [0.0] * len(trace)
-    stamps = np.maximum.accumulate([request.timestamp for request in trace])
-    ticks, first = np.unique(stamps - trace[0].timestamp, return_index=True)
-    end = ticks[-1] + (ticks[-1] - ticks[-2] if len(ticks) > 1 else 0.0)  # the last tick is as long as the one before
-    times: list[float] = np.interp(range(len(trace)), [*first, len(trace)], [*ticks, end]).tolist()
-    return [at / 1000.0 / speed for at in times]
+_OUTPUT_STREAM, _REST_STREAM = 1 << 48, 1 << 49
 
 
 class TraceSource:
@@ -259,21 +116,22 @@ class TraceSource:
     have."""
 
     def __init__(
-        self, trace: Sequence[TraceRequest], found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,
+        self, trace: Trace, found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,
         seed: int = 0, shared_hints: bool = False,
     ) -> None:  # fmt: skip
         rng, times = random.Random(seed), arrivals(trace, 1.0)
-        self.total: int | None = len(trace)
+        self.total: int | None = len(trace.requests)
 
         def made() -> Iterator[RunRequest]:
-            for number, (line, time, at) in enumerate(zip(trace, times, arrivals(trace, speed), strict=True)):
+            size = trace.block_size
+            for number, (line, time, at) in enumerate(zip(trace.requests, times, arrivals(trace, speed), strict=True)):
                 ended = found.last[number] and rng.random() < hints
                 yield RunRequest(
                     number=number, length=line.input_length, output_length=line.output_length,
-                    prompt=partial(block_tokens, line.blocks, line.input_length),
+                    prompt=partial(block_tokens, line.blocks, line.input_length, size, _REST_STREAM + number),
                     output=partial(stream_tokens, _OUTPUT_STREAM + number, 0, line.output_length),
-                    at=at, ended=ended, shared_blocks=found.shared_blocks[number],
-                    shared_tokens=found.later_blocks[number] * BLOCK_TOKENS if ended and shared_hints else None,
+                    at=at, ended=ended, block_size=size, shared_blocks=found.shared_blocks[number],
+                    shared_tokens=found.later_blocks[number] * size if ended and shared_hints else None,
                     time=time,
                 )
 

@@ -100,6 +100,10 @@ class CacheCollector(Collector):
         yield self._counter("hit_tokens", "Prompt tokens that were cached, by the tier that had them on arrival.",
                             found.hits, "tier")  # fmt: skip
         yield self._counter("miss_tokens", "Prompt tokens that were not cached, by reason.", found.misses, "reason")
+        yield self._gauge("new_tokens", "Tokens of different pages, missing when first asked for; an estimate.",
+                          found.new_tokens)  # fmt: skip
+        yield self._gauge("hit_ratio_ceiling", "The highest hit ratio that a cache of any size could have had.",
+                          found.ceiling)  # fmt: skip
         yield self._counter("miss_requests", "Granted leases with tokens that were not cached, by reason.",
                             found.missed_requests, "reason")  # fmt: skip
         yield self._counter("prefetches", "Prefetches, by how they ended.", statistics.prefetches, "status")

@@ -1,10 +1,12 @@
 """Counters of the tokens that requests found, and of the reasons why they did not find the rest. Plain integers,
 counted once for every lease that is granted.
 
-Wanted are the whole pages of a prompt without its last token. Wanted tokens that are cached count for the tier that had
-them when the request arrived. All others count for a reason. Tokens up to which FULL reaches, but not the match, count
-for what cut the match short. Tokens behind the end of the tree count for what became of the first page there. If a
-prefetch might have brought that page, and it is known why it did not, they count for that reason instead.
+A request *wants* the whole pages of its prompt, without the last token. Wanted tokens that are cached count for the
+tier that had them when the request arrived. Each of the others counts for one reason:
+
+* If FULL goes on but the match does not, what cut the match short.
+* Behind the end of the tree, what became of the first page there.
+* If a prefetch might have brought that page, and it is known why it did not, that reason instead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import Gone, walk
+from asynccache.runtime.distinct import DistinctPages
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 
 if TYPE_CHECKING:
@@ -52,20 +55,32 @@ _SHORT = {
 
 
 class LookupStats(NamedTuple):
-    """Counters of leases that were granted. ``requests``: how many. ``tokens``: how many they wanted. ``hits``: tokens
-    that they found, by tier. ``misses``: tokens that they did not find, by reason. ``missed_requests``: how many leases
-    missed any tokens for that reason."""
+    """Counters of leases that were granted."""
 
     requests: int
+    """How many leases were granted."""
     tokens: int
+    """How many tokens the leases wanted."""
     hits: Mapping[str, int]
+    """Tokens that were found, by tier."""
     misses: Mapping[str, int]
+    """Tokens that were not found, by reason."""
     missed_requests: Mapping[str, int]
+    """How many leases missed any tokens, by reason."""
+    new_tokens: int
+    """Tokens of different pages that were nowhere on the way to the device when they were asked for, an estimate (see
+    ``DistinctPages``). Every cache, however large, misses those the first time."""
 
     @property
     def hit_ratio(self) -> float:
         """The share of the wanted tokens that was found, 0 to 1; 0 before the first request."""
         return sum(self.hits.values()) / self.tokens if self.tokens else 0.0
+
+    @property
+    def ceiling(self) -> float:
+        """The highest hit ratio that a cache of any size could have had, if requests had come one after another; at
+        least ``hit_ratio``."""
+        return max(self.hit_ratio, 1 - self.new_tokens / self.tokens) if self.tokens else 0.0
 
 
 class Lookups:
@@ -77,6 +92,7 @@ class Lookups:
         self.requests = self.tokens = self.device = self.host = self.storage = 0
         self._missed = [0] * len(Miss)
         self._missed_requests = [0] * len(Miss)
+        self._new = DistinctPages(self._size)
 
     def __repr__(self) -> str:
         return f"Lookups({self.requests} requests, {self.tokens} tokens, {sum(self._missed)} missed)"
@@ -87,6 +103,7 @@ class Lookups:
         return LookupStats(
             self.requests, self.tokens, {"device": self.device, "host": self.host, "storage": self.storage},
             dict(zip(names, self._missed, strict=True)), dict(zip(names, self._missed_requests, strict=True)),
+            round(self._new.count() * self._size),
         )  # fmt: skip
 
     def count(self, lease: CoreLease, ask: LeaseRequest, found: tuple[int, int, int], handle: Prefetch | None) -> None:
@@ -105,6 +122,7 @@ class Lookups:
                 self._miss(self._cut_short(ask, lease.full), known - cached)
             if known < wanted:
                 self._miss(self._absent(lease, ask, handle), wanted - max(known, cached))
+                self._new.add(ask.space, ask.key, known // self._size, wanted // self._size)
 
     def _miss(self, reason: Miss, tokens: int) -> None:
         self._missed[reason] += tokens

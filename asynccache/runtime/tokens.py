@@ -45,13 +45,19 @@ def as_key(tokens: Tokens) -> bytes:
             not hold integers, or does not have one dimension.
     """
     if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1:  # what engines hold
-        return _as_it_is(tokens)
+        key = tokens.tobytes()
+        if key and tokens.item(tokens.argmin()) < 0:  # a third of the time that it takes to slice the key
+            raise _negative(key)
+        return key
     if isinstance(tokens, np.ndarray):
         key = _of_array(tokens)
     elif type(tokens) is bytes:
         key = tokens
     elif isinstance(tokens, (list, tuple)):
-        key = _of_list(tokens)
+        try:
+            key = array("i", tokens).tobytes()
+        except Exception:  # an object that claims to be an integer may raise anything
+            raise ConfigError(_first_bad(tokens)) from None
     elif isinstance(tokens, (bytes, bytearray, memoryview, array)):
         key = _of_buffer(tokens)
     else:
@@ -63,26 +69,10 @@ def as_key(tokens: Tokens) -> bytes:
     return key
 
 
-def _as_it_is(tokens: npt.NDArray[np.int32]) -> bytes:
-    """Return the key of an array that is int32 already. ``argmin`` finds a negative token in a third of the time that
-    it takes to slice the key."""
-    key = tokens.tobytes()
-    if key and tokens.item(tokens.argmin()) < 0:
-        raise _negative(key)
-    return key
-
-
 def _negative(key: bytes) -> ConfigError:
     values = np.frombuffer(key, np.int32)
     position = int((values < 0).argmax())
     return ConfigError(f"tokens[{position}]={values[position]} is negative")
-
-
-def _of_list(tokens: Sequence[int]) -> bytes:
-    try:
-        return array("i", tokens).tobytes()
-    except Exception:  # an object that claims to be an integer may raise anything
-        raise ConfigError(_first_bad(tokens)) from None
 
 
 def _first_bad(tokens: Sequence[int]) -> str:
@@ -207,12 +197,12 @@ class Chain:
 
 
 class Namespaces:
-    """The namespaces of one cache. Mutable state: how often each was invalidated, and when. ``changes``: how many
-    invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as it was before
-    need not ask ``valid``."""
+    """The namespaces of one cache. Mutable state: how often each was invalidated, and when."""
 
     def __init__(self, config: CacheConfig, names: Announcer | None) -> None:
         self.changes = 0
+        """How many invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as
+        it was before need not ask ``valid``."""
         self._reset_at = 0
         self._outdated_at: dict[str | bytes | None, int] = {}
         self._config = config

@@ -6,17 +6,19 @@ it on the way in, whatever the backend claims.
 
 Every call takes many keys and answers for each of them, in order. If one key fails, the call does not raise: the answer
 for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all.
-Cancelling a call returns only after the backend has let go of every buffer that was passed in.
+Cancelling a call returns only after the backend has let go of every buffer that was passed in. To cancel a question or
+a listing changes nothing.
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
 ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a
-backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients.
+backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients,
+``Hintable`` for one that can use what is known of pages beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache import checks
@@ -39,6 +41,19 @@ class Result(IntEnum):
     HIT = 1
     CORRUPT = 2
     FAILED = 3
+
+
+class Hint(Enum):
+    """What somebody knows of pages beforehand. A hint is no order: a store does what it can.
+
+    PREFETCH: they will be wanted soon, so have them where they are read fastest.
+    KEEP: spare them for some seconds.
+    ENDED: their conversation is over, so they may go before all others.
+    """
+
+    PREFETCH = "PREFETCH"
+    KEEP = "KEEP"
+    ENDED = "ENDED"
 
 
 def named_key(digest: bytes, block: int | None) -> bytes:
@@ -81,13 +96,14 @@ class StoreLayout(NamedTuple):
     """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
-    of records: a place that was written with another schema has no records for this cache. ``any_size``: above 0,
-    payloads of every pool may have any size up to this, as in a host process, which does not know its clients' pools.
+    of records: a place that was written with another schema has no records for this cache.
     """
 
     page_bytes: Mapping[str, int]
     schema: bytes
     any_size: int = 0
+    """If it is above 0, payloads of every pool may have any size up to this, as in a host process, which does not know
+    its clients' pools."""
 
     @property
     def largest(self) -> int:
@@ -189,13 +205,14 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The things that one call of ``collect`` has removed. ``pages``: the number of pages that were stored too long
-    ago. ``waste``: the number of other things of no use, such as dead pages, orphans and half-written objects.
-    ``size``: the bytes of both together."""
+    """The things that one call of ``collect`` has removed."""
 
     pages: int = 0
+    """The number of pages that were stored too long ago."""
     waste: int = 0
+    """The number of other things of no use, such as dead pages, orphans and half-written objects."""
     size: int = 0
+    """The bytes of both together."""
 
 
 @runtime_checkable
@@ -257,6 +274,17 @@ class Counting(Protocol):
         Raises:
             BackendError: the server does not answer.
         """
+        ...
+
+
+@runtime_checkable
+class Hintable(Protocol):
+    """A backend that decides itself which pages stay, and can use hints. Optional."""
+
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float) -> list[Result]:
+        """Take a hint about the pages of ``keys``, those of a conversation in its order: HIT for each that is now as
+        the hint wants it, else MISS. ``seconds``: for how long, 0 or more, for KEEP; a store bounds it. Cancelling it
+        may leave any of it done."""
         ...
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.checked import RECORD_SCHEMA
-from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout, named_key
+from asynccache.storage.contract import Hint, Hintable, PageKey, Result, StorageBackend, StoreLayout, named_key
 from asynccache.storage.loop_thread import PendingCall, Rows, StoreThread, StoreVerb
 
 if TYPE_CHECKING:
@@ -36,18 +36,16 @@ LETTING_GO = 5.0
 
 
 class Closed(NamedTuple):
-    """The result of ``Pages.close``.
-
-    ``abandoned``: pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered.
-    ``held``: pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not
-    done; until they are, the memory must not be used for anything else.
-    ``over``: whether every store is closed and the thread has ended. If it is false, the thread goes on closing by
-    itself, and ``close`` can be called again to wait for it.
-    """
+    """The result of ``Pages.close``."""
 
     abandoned: int
+    """Pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered."""
     held: int
+    """Pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not done;
+    until they are, the memory must not be used for anything else."""
     over: bool
+    """Whether every store is closed and the thread has ended. If it is false, the thread goes on closing by itself, and
+    ``close`` can be called again to wait for it."""
 
 
 NameBlock = Callable[[str, bytes], int | None]
@@ -63,12 +61,12 @@ class _StoredPool(NamedTuple):
 class Pages:
     """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
 
-    Each of ``exists``, ``put`` and ``get`` takes many keys at a time and returns a ``concurrent.futures.Future`` at
-    once. Its result is a list with one ``Result`` for each key, in their order: HIT, MISS, CORRUPT (the stored page did
-    not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
-    future can be cancelled until its call begins; after that ``cancel()`` returns False and changes nothing. Callbacks
-    of a future run in the thread that serves the stores. They should return soon; they may begin calls and must not
-    wait for any.
+    Each of ``exists``, ``put``, ``get`` and ``hint`` takes many keys at a time and returns a
+    ``concurrent.futures.Future`` at once. Its result is a list with one ``Result`` for each key, in their order: HIT,
+    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could
+    not do it, or not in time). A future can be cancelled until its call begins; after that ``cancel()`` returns False
+    and changes nothing. Callbacks of a future run in the thread that serves the stores. They should return soon; they
+    may begin calls and must not wait for any.
 
     In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """
@@ -174,6 +172,20 @@ class Pages:
             raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
         return self._serving.submit(call)
 
+    def hint(
+        self, verb: Hint, keys: Iterable[bytes], seconds: float = 0.0, *, pool: str | None = None,
+        timeout: float | None = None,
+    ) -> Future[list[Result]]:  # fmt: skip
+        """Tell the stores what is known of these pages, those of a conversation in its order. HIT for each page that is
+        now as the hint wants it; MISS where it is not, as in stores that take no hints. ``seconds``: for how long, for
+        ``Hint.KEEP``. ``timeout`` and errors: as for ``exists``.
+        """
+        until = self._until(timeout)
+        chosen = self._pool(pool)
+        verb, seconds = checks.instance("verb", verb, Hint), checks.number("seconds", seconds, 0)
+        call = PendingCall("hint", _page_keys(keys, chosen), chosen.rows, (), until, hint=(verb, seconds))
+        return self._serving.submit(call)
+
     # the whole
 
     def clear(self, *, timeout: float | None = None) -> Future[None]:
@@ -193,6 +205,12 @@ class Pages:
     def stores(self) -> tuple[str, ...]:
         """The names of the stores, nearest first; empty after ``close``."""
         return self._serving.tiers.names
+
+    @property
+    def hintable(self) -> tuple[str, ...]:
+        """The names of the stores that take hints."""
+        attached = self._serving.tiers.attached
+        return tuple(one.options.name for one in attached if isinstance(one.store.backend, Hintable))
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.workloads import BLOCK_TOKENS
+from asynccache.cli.traces import BLOCK_TOKENS
 from tests import warm
 from tests.cli.trace_kit import ALL, BY_BLOCK, made_trace
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynccache.cli.hit_curves import BlockPath, curve
-from asynccache.cli.workloads import TraceRequest, paths_of, read_trace
+from asynccache.cli.traces import Trace, TraceRequest, paths_of, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.047, 10_000: 0.224, 30_000: 0.345, 100_000: 0.380}
@@ -66,7 +66,8 @@ def test_nothing_asked_is_no_hit() -> None:
 
 
 def test_a_block_counts_under_its_prefix_only_and_when_it_is_full() -> None:
-    trace = [TraceRequest(0, 1024, 1, (1, 2)), TraceRequest(0, 1024, 1, (3, 2)), TraceRequest(0, 1023, 1, (1, 2))]
+    trace = Trace([TraceRequest(0, 1024, 1, (1, 2)), TraceRequest(0, 1024, 1, (3, 2)),
+                   TraceRequest(0, 1023, 1, (1, 2))])
     assert [len(path) for path in paths_of(trace)] == [2, 2, 1]
     found = curve(list(paths_of(trace)))
     assert (found.lookups, found.blocks) == (5, 4)

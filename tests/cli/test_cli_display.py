@@ -17,11 +17,13 @@ from asynccache.cli.options import RunSettings
 from asynccache.cli.report import Tally
 from asynccache.cli.session import execute
 from asynccache.errors import ConfigError
+from asynccache.runtime.lookups import LookupStats
 
 TALLY = Tally(
     served=1_234_567, cancelled=123_456, tokens=3_000_000, device=1_000_000, host=500_000, storage=250_000,
     verified=123_456_789,
 )
+LOOKUPS = LookupStats(1_234_567, 2_900_000, {"device": 1_750_000}, {}, {}, 900_000)
 
 
 def now(tally: Tally = TALLY, *, verify: bool = True) -> Screen:
@@ -31,7 +33,7 @@ def now(tally: Tally = TALLY, *, verify: bool = True) -> Screen:
     return Screen(
         "replay a-rather-long-name-of-a-recorded-conversation-trace.jsonl · full,swa,mamba · pages of 512",
         "1234 of 3600 s", 0.345,
-        (*counts(tally, verify, 512, 1000.0), *tiers, *rates, ("lag", "p99 0.31 ms · max 123 ms"),
+        (*counts(tally, verify, 512, 1000.0, LOOKUPS), *tiers, *rates, ("lag", "p99 0.31 ms · max 123 ms"),
          ("memory", "12.0 GiB")),
         "interrupted: finishing what runs; press Ctrl-C again to cancel it",
     )  # fmt: skip
@@ -52,7 +54,7 @@ def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
     assert len(lines) == 15, lines
     assert "1,234,567 served · 512 running" in lines[2]
     assert "1235/s · 123,456 cancelled" in lines[3]
-    assert "58.3 % of tokens" in lines[4]
+    assert "58.3 % of tokens, ≤ 66.7 %" in lines[4]
     assert "all right" in lines[5]
     assert "1144.4 MiB/s" in lines[9]
     assert "83.9 MiB/s" in lines[11]
@@ -149,11 +151,11 @@ def report(**changes: Any) -> dict[str, Any]:
         "line_without_cache_mean_ms": 10.0, "line_without_cache_ms": spread,
         "wait_mean_ms": 1.0, "wait_ms": spread, "ttft_ms": spread, "ttft_without_cache_ms": spread,
         "loop_lag_ms": spread, "run_queue_ms": spread, "elapsed_s": 1234.5, "cpu_s": 2345.6, "rss_bytes": 12 << 30,
-        "leaks": {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, "lost_pages": 0,
+        "leaks": {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, "lost_pages": 0, "ceiling": 0.412,
         "evicted": {"device": 12_345_678, "host": 1_234_567},
         "stages": dict.fromkeys(("backup_host", "load_back", "backup_storage", "prefetch"), stage),
         "settings": SETTINGS,
-        "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592},
+        "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592}, "block_size": 512, "format": "Qwen-Bailian",
         **changes,
     }
 
@@ -162,7 +164,9 @@ def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
     lines = told(report()).split("\n")
     assert max(map(len, lines)) <= 80, [row for row in lines if len(row) > 80]
     assert lines[0].startswith("replay OK: 1,200,000 requests in")
-    assert any("105,592 of 276,491 blocks" in row and "implies 105,592: 37.3 %" in row for row in lines)
+    assert any("105,592 of 276,491 blocks" in row for row in lines)
+    assert any("trace implies 105,592: 37.3 %" in row for row in lines)
+    assert any("more than about 41.2 % of them" in row for row in lines)
     assert any("3.0 times sooner" in row for row in lines)
     assert any(row.startswith("left behind  nothing") for row in lines)
 

@@ -18,7 +18,7 @@ from asynccache import compiled
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure, tokens_needed
-from asynccache.cli.workloads import TraceRequest, survey
+from asynccache.cli.traces import Trace, TraceRequest, survey
 from asynccache.config import Full, Mamba, SlidingWindow
 from benchmarks.tables import Chart, Row, bench
 
@@ -69,7 +69,8 @@ def test_a_benchmark_prints_its_table_or_json_in_its_place_or_neither(
 
 
 def test_room_for_all_counts_every_page_once() -> None:
-    trace = [TraceRequest(0, 1024, 10, (1, 2)), TraceRequest(0, 1124, 10, (1, 2, 3)), TraceRequest(0, 600, 10, (7, 8))]
+    trace = Trace([TraceRequest(0, 1024, 10, (1, 2)), TraceRequest(0, 1124, 10, (1, 2, 3)),
+                   TraceRequest(0, 600, 10, (7, 8))])
     given = {"trace": "t", "concurrency": "1", "decode_tokens": "0", "page_size": "512",
              "insert_outputs": False}
     settings = RunSettings.read("replay", {**given, "device_tokens": "all", "host_tokens": "none"})

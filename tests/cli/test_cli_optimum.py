@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asynccache.cli.hit_curves import BlockPath, curve, next_uses, optimum
 from asynccache.cli.hit_curves import policy_hits as found
-from asynccache.cli.workloads import arrivals, paths_of, read_trace
+from asynccache.cli.traces import arrivals, paths_of, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.199, 3_000: 0.307, 10_000: 0.382, 30_000: 0.382}

@@ -13,7 +13,7 @@ import pytest
 from asynccache.cli.hit_curves import policy_hits as found
 from asynccache.cli.main import main
 from asynccache.cli.plan import text
-from asynccache.cli.workloads import paths_of, read_trace
+from asynccache.cli.traces import paths_of, read_trace
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.tree import Node

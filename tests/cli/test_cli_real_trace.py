@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.workloads import BLOCK_TOKENS
+from asynccache.cli.traces import BLOCK_TOKENS
 from tests.cli.trace_kit import BY_BLOCK
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")

@@ -6,29 +6,26 @@ from __future__ import annotations
 import json
 import math
 import os
+from array import array
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.workloads import (
-    TraceError,
-    TraceRequest,
-    TraceSource,
-    TraceSurvey,
-    arrivals,
-    block_tokens,
-    parse_line,
-    read_trace,
-    stream_tokens,
-    survey,
-)
+from asynccache.cli.traces import Trace, TraceError, TraceRequest, TraceSurvey, arrivals, read_trace, survey
+from asynccache.cli.workloads import TraceSource, block_tokens, stream_tokens
 from tests.cli.trace_kit import made_trace
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
+
+
+def read_lines(tmp_path: Path, *lines: str) -> Trace:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return read_trace(str(path))
 
 
 def rows_of(path: str | Path) -> list[dict[str, object]]:
@@ -67,12 +64,13 @@ def test_survey_agrees_with_dicts_of_blocks(tmp_path: Path) -> None:
 
 def test_survey_finds_the_last_request_of_a_conversation() -> None:
     rows = [(1, 2), (5, 6), (1, 2, 3), (5, 7)]
-    trace = [TraceRequest(0, len(blocks) * 512, 1, blocks) for blocks in rows]
+    trace = Trace([TraceRequest(0, len(blocks) * 512, 1, blocks) for blocks in rows])
     assert survey(trace).last == (False, True, True, True)
 
 
 def test_fresh_tokens_count_a_partial_block_once() -> None:
-    trace = [TraceRequest(0, 512 + 100, 1, (1, 2)), TraceRequest(0, 512 + 300, 1, (1, 2)), TraceRequest(0, 40, 1, (9,))]
+    trace = Trace([TraceRequest(0, 512 + 100, 1, (1, 2)), TraceRequest(0, 512 + 300, 1, (1, 2)),
+                   TraceRequest(0, 40, 1, (9,))])
     assert survey(trace).fresh_tokens == (612, 200, 40)
 
 
@@ -102,22 +100,24 @@ def test_fresh_tokens_count_a_partial_block_once() -> None:
     ({"hash_ids": [3, 4.0]}, "hash_ids=[3, 4.0]: Expected `int`"),
     ({"hash_ids": [3, True]}, "hash_ids=[3, True]: Expected `int`"),
     ({"hash_ids": [3, math.nan]}, "hash_ids=[3, nan]: Expected `int`"),
-    ({"hash_ids": [3]}, "hash_ids has 1 blocks, but input_length=600 makes 2 of 512 tokens"),
+    ({"hash_ids": []}, "hash_ids has 0 blocks, but a prompt of 600 tokens makes 2 of 512 tokens"),
+    ({"hash_ids": [3, 4, 5]}, "hash_ids has 3 blocks, but a prompt of 600 tokens makes 2 of 512 tokens"),
     ({"hash_ids": [3, "4"]}, "hash_ids=[3, '4']: Expected `int`"),
     ({"hash_ids": [3, -4]}, "must be integers from 0 to"),
     ({"hash_ids": 7}, "hash_ids=7 must be of type list"),
 ])
-def test_a_bad_field_is_named_with_its_value(change: dict[str, object], message: str) -> None:
+def test_a_bad_field_is_named_with_its_value(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(TraceError) as caught:
-        parse_line(json.dumps({**GOOD, **change}), "t.jsonl:9")
-    assert str(caught.value).startswith("t.jsonl:9: ")
+        read_lines(tmp_path, json.dumps(GOOD), json.dumps({**GOOD, **change}))
+    assert str(caught.value).startswith(f"{tmp_path}/t.jsonl:2: ")
     assert message in str(caught.value)
 
 
-def test_the_largest_values_are_taken() -> None:
+def test_the_largest_values_are_taken(tmp_path: Path) -> None:
     blocks = [(1 << 64) - 1] * (1 << 15)
     most = {"timestamp": 8796093022208.0, "input_length": 1 << 24, "output_length": 1 << 20, "hash_ids": blocks}
-    assert parse_line(json.dumps(most), "t:1") == TraceRequest(8796093022208.0, 1 << 24, 1 << 20, tuple(blocks))
+    (found,) = read_lines(tmp_path, json.dumps(most)).requests
+    assert found == TraceRequest(8796093022208.0, 1 << 24, 1 << 20, array("Q", blocks))
 
 
 def test_an_absurd_line_ends_a_replay_with_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,10 +131,13 @@ def test_an_absurd_line_ends_a_replay_with_its_number(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(("line", "message"), [("{", "not a JSON object"), ("[1]", "not a JSON object but [1]"),
-                                               ('{"timestamp": 1}', "the field 'input_length' is missing")])
-def test_a_line_that_is_no_request_is_refused(line: str, message: str) -> None:
-    with pytest.raises(TraceError, match="t:1") as caught:
-        parse_line(line, "t:1")
+                                               ('{"hash_ids": []}', "the field 'input_length' is missing"),
+                                               ('{"timestamp": 1}', "no trace that is known: a record has requests, "
+                                                "chat_id or hash_ids, and this one has 'timestamp'"),
+                                               ("{}", "and this one has 'none'")])
+def test_a_line_that_is_no_request_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(TraceError, match=r"t\.jsonl:1") as caught:
+        read_lines(tmp_path, line)
     assert message in str(caught.value)
 
 
@@ -143,7 +146,7 @@ def test_the_line_number_counts_empty_lines(tmp_path: Path) -> None:
     path.write_text(json.dumps(GOOD) + "\n\n" + "nonsense\n")
     with pytest.raises(TraceError, match=r"t\.jsonl:3: not a JSON object"):
         read_trace(str(path))
-    assert len(read_trace(str(path), limit=1)) == 1, "lines behind the limit do not matter"
+    assert len(read_trace(str(path), limit=1).requests) == 1, "lines behind the limit do not matter"
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
@@ -160,19 +163,19 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_requests_of_one_tick_are_spread_until_the_next() -> None:
-    trace = [TraceRequest(at, 1, 1, (0,)) for at in (0, 0, 0, 3000, 6000, 6000)]
+    trace = Trace([TraceRequest(at, 1, 1, (0,)) for at in (0, 0, 0, 3000, 6000, 6000)])
     assert arrivals(trace, 1.0) == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
     assert arrivals(trace, 2.0) == [0.0, 0.5, 1.0, 1.5, 3.0, 3.75]
     assert arrivals(trace, 0.0) == [0.0] * 6
 
 
 def test_time_never_runs_back() -> None:
-    times = arrivals([TraceRequest(at, 1, 1, (0,)) for at in (0, 3000, 1000, 9000)], 1.0)
+    times = arrivals(Trace([TraceRequest(at, 1, 1, (0,)) for at in (0, 3000, 1000, 9000)]), 1.0)
     assert times == sorted(times)
 
 
 def test_hints_are_given_to_last_requests_only() -> None:
-    trace = [TraceRequest(0, 512, 1, (i,)) for i in range(200)]
+    trace = Trace([TraceRequest(0, 512, 1, (i,)) for i in range(200)])
     last = [i % 2 == 0 for i in range(200)]
     source = TraceSource(trace, TraceSurvey((0,) * 200, (512,) * 200, tuple(last)), hints=0.5, seed=1)
     ended = [request.ended for _ in range(200) if (request := source.next()) is not None]
@@ -182,13 +185,13 @@ def test_hints_are_given_to_last_requests_only() -> None:
 
 
 def test_an_end_that_tells_says_how_much_later_prompts_have() -> None:
-    trace = [TraceRequest(0, 512 * len(blocks), 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (1, 5), (6,))]
+    trace = Trace([TraceRequest(0, 512 * len(blocks), 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (1, 5), (6,))])
     found = survey(trace)
     assert (found.later_blocks, found.last) == ((2, 1, 0, 0), (True, True, True, True))
     source = TraceSource(trace, found, hints=1.0, shared_hints=True)
-    assert [request.shared_tokens for _ in trace if (request := source.next()) is not None] == [1024, 512, 0, 0]
+    assert [one.shared_tokens for _ in trace.requests if (one := source.next()) is not None] == [1024, 512, 0, 0]
     source = TraceSource(trace, found, hints=1.0)
-    assert [request.shared_tokens for _ in trace if (request := source.next()) is not None] == [None] * 4
+    assert [one.shared_tokens for _ in trace.requests if (one := source.next()) is not None] == [None] * 4
 
 
 def test_equal_blocks_are_equal_tokens_and_a_part_is_a_prefix() -> None:

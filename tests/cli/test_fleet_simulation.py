@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asynccache.cli.workloads import BLOCK_TOKENS, read_trace
+from asynccache.cli.traces import BLOCK_TOKENS, read_trace
 from benchmarks.fleet import ROUTINGS, Row, conversations, fleet_load, main
 
 TURNS, TALKS = 5, 40
@@ -42,9 +42,9 @@ def test_conversations_are_told_apart_by_what_follows_the_shared_head(trace: Pat
 
 def test_copies_share_the_heads_and_nothing_else(trace: Path) -> None:
     requests = read_trace(str(trace))
-    load = fleet_load(requests, 10 * sum(one.input_length for one in requests), seed=1)
+    load = fleet_load(requests, 10 * sum(one.input_length for one in requests.requests), seed=1)
     assert [prompt.at for prompt in load] == sorted(prompt.at for prompt in load)
-    assert len(load) == 10 * len(requests)
+    assert len(load) == 10 * len(requests.requests)
     by_talk: dict[int, set[int]] = {}
     for prompt in load:
         by_talk.setdefault(prompt.conversation, set()).update(prompt.path)

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from asynccache.cli.workloads import BLOCK_TOKENS
+from asynccache.cli.traces import BLOCK_TOKENS
 
 ALL = ("--components", "full,swa,mamba", "--end-hints", "0.5")
 """All that a ``stress`` can have on it."""

@@ -11,7 +11,7 @@ from asynccache.core.transfers import Transfers
 from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, World
 from tests.core import test_core_eviction as laws
-from tests.core.test_core_draining import (
+from tests.core.test_core_ends import (
     test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has as saved_ahead_gives_way,
 )
 
@@ -124,11 +124,11 @@ def what_is_wanted_again_leaves_all_the_same(patch: Patch) -> None:
 
 
 def nothing_is_saved_ahead(patch: Patch) -> None:
-    patch.setattr(Transfers, "save_coldest", lambda transfers: None)
+    patch.setattr(Transfers, "backup_coldest", lambda transfers: None)
 
 
 def a_full_host_takes_copies_of_what_is_committed(patch: Patch) -> None:
-    patch.setattr(Transfers, "save_or_defer", lambda transfers, node, floor=1 << 60: transfers.save(node, floor))
+    patch.setattr(Transfers, "backup_or_defer", lambda self, node, floor=1 << 60: self.backup_host(node, floor))
 
 
 def nobody_waits_for_an_only_copy_to_be_saved(patch: Patch) -> None:

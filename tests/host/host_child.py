@@ -1,18 +1,13 @@
 """A client of a host process in a process of its own: it stores and reads pages of several sizes until it is killed or
-its seconds are over, and compares every hit.
-
-    python -m tests.host.host_child SOCKET SEED SECONDS
-
-It prints ``ready``, and at its end a line of JSON: hits, wrong, corrupt, puts.
-"""
+its seconds are over or it is told to end, and compares every hit. ``host_processes.ClientProcess`` starts it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
+import logging
 import time
 from hashlib import sha256
+from multiprocessing.connection import Connection
 from random import Random
 
 from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
@@ -28,16 +23,17 @@ def page_of(pool: str, number: int) -> tuple[PageKey, bytes]:
     return PageKey(pool, name), (name * (SIZES[pool] // 32 + 1))[: SIZES[pool]]
 
 
-async def run(path: str, seed: int, seconds: float) -> dict[str, int]:
-    """Use the store for so long."""
+async def run(path: str, seed: int, seconds: float, pause: float, pipe: Connection) -> dict[str, int]:
+    """Use the store for so long, once it is open and ``pipe`` was told so, or until something comes from there.
+    ``pause``: seconds between calls, of which two are made at a time. Returns hits, wrong, corrupt, puts."""
     random, end = Random(seed), time.monotonic() + seconds
     store = await open_store(f"host:{path}", StoreLayout(SIZES, RECORD_SCHEMA))
     assert store is not None
     counts = {"hits": 0, "wrong": 0, "corrupt": 0, "puts": 0}
-    print("ready", flush=True)
+    pipe.send("ready")
 
     async def use() -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < end and not pipe.poll():
             pool = random.choice(list(SIZES))
             pages = [page_of(pool, random.randrange(KEYS)) for _ in range(random.randrange(1, 9))]
             keys = [key for key, _ in pages]
@@ -51,12 +47,14 @@ async def run(path: str, seed: int, seconds: float) -> dict[str, int]:
                     counts["hits"] += answer is Result.HIT
                     counts["wrong"] += answer is Result.HIT and buffer != data
                     counts["corrupt"] += answer is Result.CORRUPT
-            await asyncio.sleep(0 if answers.count(Result.FAILED) < len(answers) else 0.02)
+            await asyncio.sleep(pause if answers.count(Result.FAILED) < len(answers) else 0.02)
 
     await asyncio.gather(use(), use())
     await store.aclose()
     return counts
 
 
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))), flush=True)
+def main(path: str, seed: int, seconds: float, pause: float, pipe: Connection) -> None:
+    """The process. What it sends at last is what ``run`` returns. Servers that are killed are no news."""
+    logging.getLogger("asynccache").addHandler(logging.NullHandler())
+    pipe.send(asyncio.run(run(path, seed, seconds, pause, pipe)))

@@ -33,7 +33,6 @@ def one(samples: Samples, name: str, **labels: str) -> float:
     return samples[f"asynccache_{name}", frozenset({"cache": "c", **labels}.items())]
 
 
-@pytest.mark.asyncio
 async def test_a_scrape_says_what_happened() -> None:
     backend = MemoryBackend()
     async with opened(settings(device=8, host=8, swa=8), storage=backend) as cache:
@@ -48,6 +47,8 @@ async def test_a_scrape_says_what_happened() -> None:
         assert one(samples, "hit_tokens_total", tier="device") == 4 * PAGE
         assert one(samples, "miss_tokens_total", reason="never_stored") == 12 * PAGE
         assert one(samples, "miss_requests_total", reason="never_stored") == 3
+        assert one(samples, "new_tokens") == 12 * PAGE
+        assert one(samples, "hit_ratio_ceiling") == 0.25
         assert one(samples, "pool_slots", tier="host", pool="swa") == 16
         assert one(samples, "stage_bytes_total", stage="backup_host") == statistics.stages["backup_host"].bytes > 0
         assert one(samples, "stage_tokens_total", stage="backup_storage") == 12 * PAGE
@@ -63,7 +64,6 @@ async def test_a_scrape_says_what_happened() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series() -> None:
     async with opened(settings(device=64, eviction="p2c")) as cache:
         registry = registered(cache)
@@ -88,14 +88,12 @@ async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series
         assert one(samples, "eviction_worth", kind="used once", age="1") > 0
 
 
-@pytest.mark.asyncio
 async def test_lru_learns_nothing_and_has_no_such_series() -> None:
     async with opened(settings(eviction="lru")) as cache:
         await serve(cache, text(4))
         assert not any(name.startswith("asynccache_eviction_") for name, _ in scrape(registered(cache)))
 
 
-@pytest.mark.asyncio
 async def test_pins_are_what_cannot_go() -> None:
     async with opened(settings(device=16)) as cache:
         registry = registered(cache)
@@ -108,7 +106,6 @@ async def test_pins_are_what_cannot_go() -> None:
             assert one(samples, "leases") == 1
 
 
-@pytest.mark.asyncio
 async def test_two_caches_share_a_registry() -> None:
     async with opened(settings()) as first, opened(settings()) as second:
         registry = CollectorRegistry()
@@ -120,7 +117,6 @@ async def test_two_caches_share_a_registry() -> None:
     assert samples["asynccache_requests_total", frozenset({("cache", "d")})] == 0
 
 
-@pytest.mark.asyncio
 async def test_lag_and_events_are_told_if_there_are_any() -> None:
     async with opened(settings()) as cache:
         lag = LoopLag(tick=0.001)
@@ -147,7 +143,6 @@ def test_a_latency_falls_into_the_bucket_that_holds_it() -> None:
     assert meter.histogram().total_ms == pytest.approx(20_001.12)
 
 
-@pytest.mark.asyncio
 async def test_buckets_are_cumulative_and_end_with_all() -> None:
     async with opened(settings(host=16)) as cache:
         registry = registered(cache)
@@ -162,7 +157,6 @@ async def test_buckets_are_cumulative_and_end_with_all() -> None:
     assert buckets[-1] == (float("inf"), one(samples, "stage_latency_seconds_count", stage="backup_host"))
 
 
-@pytest.mark.asyncio
 async def test_several_stores_are_told_apart() -> None:
     urls = ("memory:?name=near&write=no", "memory:?name=far")
     async with opened(settings(device=12, host=12, storage=urls)) as cache:

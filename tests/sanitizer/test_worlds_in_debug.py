@@ -22,6 +22,7 @@ def test_a_right_program_is_never_accused_in_any_world() -> None:
 
 @pytest.mark.parametrize("seed", [
     337,  # pages are looked at, and in the next message filled anew: a rank looks before it hears that
+    152,  # a batch is heard to have failed between a grant and its return
     1, 4, 19,
 ])  # fmt: skip
 def test_a_right_group_is_never_accused_in_any_world(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.s3_server import MotoServer
 
-BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py", "test_object_conformance.py")
+BOTH_LOOPS = ("test_conformance.py", "test_redis_connection.py")
 
 
 def pytest_asyncio_loop_factories(

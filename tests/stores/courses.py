@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.stores.failing import Seen, Trouble, check, suffer
-from tests.stores.full_proxy import DISKS, QUOTA, FullProxy
 from tests.stores.server import HOST
-from tests.stores.slow_proxy import SlowProxy
+from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, SlowProxy
 
 
 def _course(name: str, url: str, options: str, *troubles: Trouble, **more: Any) -> Seen:

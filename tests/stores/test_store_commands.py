@@ -44,7 +44,7 @@ class Said(NamedTuple):
 
 Commands = Callable[..., list[Said]]
 STORES = [
-    "file", "redis_server", "redis_cluster", "s3_server", "mooncake_master",
+    "file", "host_process", "redis_server", "redis_cluster", "s3_server", "mooncake_master",
     pytest.param("ceph_server", marks=pytest.mark.slow),
 ]
 
@@ -127,7 +127,7 @@ def test_old_pages_are_collected(commands: Commands) -> None:
     assert empty.out == "0 pages, 0 B\n"
 
 
-@pytest.mark.parametrize("store", ["redis_server", "mooncake_master", "s3_server"], indirect=True)
+@pytest.mark.parametrize("store", ["host_process", "redis_server", "mooncake_master", "s3_server"], indirect=True)
 def test_a_store_that_has_no_waste_says_so(commands: Commands) -> None:
     _, gc, old, ls = commands(
         f"fill {GOOD} 0", "store gc URL", "store gc URL --older-than 0s", "store ls URL --json -"
@@ -150,3 +150,12 @@ def test_a_store_is_measured_and_left_as_it_was(commands: Commands) -> None:
     assert size["get"]["gb_per_s"] > 0
     assert size["exists"]["pages_per_s"] > 0
     assert ls.lines[-1]["total"]["pages"] == 2 * GOOD
+
+
+@pytest.mark.parametrize("store", ["host_process?label=chat"], indirect=True)
+def test_a_label_is_told_with_what_it_was_asked_for(commands: Commands) -> None:
+    _, before, _, after = commands(f"fill {GOOD} 0", "store stat URL", "store verify URL", "store stat URL")
+    [unasked], [asked] = ([line for line in one.out.splitlines() if "label chat" in line] for one in (before, after))
+    assert unasked.startswith(f"  label chat: {2 * GOOD} pages, ")
+    assert "hit" not in unasked
+    assert asked == f"{unasked}, 100.0 % of {2 * GOOD} pages hit"

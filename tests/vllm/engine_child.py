@@ -20,7 +20,7 @@ class Engine:
         connector = None if transfer is None else KVTransferConfig(
             kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=transfer)  # fmt: skip
         self._llm = LLM(
-            kv_transfer_config=connector, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
+            kv_transfer_config=connector, skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
             disable_log_stats=False, enable_prefix_caching=True, seed=0, **options,
         )  # fmt: skip
         client = self._llm.llm_engine.engine_core
@@ -87,13 +87,17 @@ def serve(
 
     A call is the name of one of its functions and its arguments. ``options`` are arguments of ``vllm.LLM``, and
     ``transfer``, the ``kv_connector_extra_config`` of its offloading connector, or None. What vLLM prints goes to the
-    file ``log``.
+    file ``log``. ``CALLS_ITSELF`` in the environment: the version that this vLLM says it is.
     """
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     os.environ.update(environment)
     sys.path[:0] = paths
+    if version := os.environ.get("CALLS_ITSELF"):
+        import vllm
+
+        vllm.__version__ = version
     engine = Engine(options.pop("transfer"), options)
     pipe.send(None)
     while True:

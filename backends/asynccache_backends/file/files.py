@@ -179,14 +179,12 @@ class FileRun(NamedTuple):
 
 
 class RunsMoved(NamedTuple):
-    """The outcome of some runs.
-
-    ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
-    None.
-    """
+    """The outcome of some runs."""
 
     bytes: list[int]
+    """How many bytes of each run were moved; 0 for one that failed."""
     error: OSError | None
+    """The last error among them, or None."""
 
 
 def write_run(files: FileHandles, run: FileRun) -> None:
