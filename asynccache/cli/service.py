@@ -5,6 +5,12 @@ chunks and commit them, decode a little, release. Some requests, chosen by their
 adopt pages, extend the lease beyond the reservation and truncate it. Under ``stress`` the whole page table is verified
 once more before the release.
 
+Under ``replay`` prompts are computed one after another, from the lease to the last commit, as an engine computes them:
+its scheduler looks a prompt up when it begins with it, when the pages of all earlier prompts are known to the cache.
+Side by side, requests that come at the same moment would compute what they share as often as there are requests, and
+the hits would tell of that and not of the trace. Output is decoded side by side. ``stress`` computes side by side: it
+is there to find what goes wrong then.
+
 ``RequestRunner`` runs the requests of a workload side by side: it lets them arrive, cancels some, and waits until all
 have ended. A request waits for its time, then for one of ``concurrency`` places. In a replay by the clock (``--speed``)
 a request arrives whether or not a place is free: it prefetches at once and waits for a place after that.
@@ -17,7 +23,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,6 +73,7 @@ class Server:
         full = cache.config.components[0]
         assert isinstance(full, Full)
         self._line = Line(tally, full.device_tokens)
+        self._turn = asyncio.Lock() if settings.command == "replay" else None
 
     async def serve(self, request: RunRequest, places: AbstractAsyncContextManager[object] | None = None) -> None:
         """Return when the request has its output.
@@ -96,7 +103,10 @@ class Server:
                 for entry in range(1, ENTRIES + 1):
                     handle = handle or prefetch()
                     try:
-                        await self._leased(request, text, handle)
+                        async with AsyncExitStack() as turn:
+                            if self._turn is not None:
+                                await turn.enter_async_context(self._turn)
+                            await self._leased(request, text, handle, turn)
                         break
                     except LoadFailed:
                         if entry == ENTRIES:
@@ -111,7 +121,10 @@ class Server:
                 handle.cancel()
         self._tally.served += 1
 
-    async def _leased(self, request: RunRequest, text: Text, handle: PrefetchHandle | None) -> None:
+    async def _leased(
+        self, request: RunRequest, text: Text, handle: PrefetchHandle | None, turn: AsyncExitStack
+    ) -> None:
+        """Serve the request under one lease. ``turn``: to be closed when the next request may begin."""
         settings, tally, decode, began = self._settings, self._tally, len(text.tokens) - text.prompt, time.monotonic()
         placed = self._line.come(began, -(-len(text.tokens) // settings.page_size) * settings.page_size)
         entered = computes = None
@@ -129,6 +142,7 @@ class Server:
                     await work.prefill()
                     computes = tally.prompt(request, lease.cached, lease.hits, wait, settings.prefill_tokens_per_s,
                                             self._engine.slowdown)
+                    await turn.aclose()
                     end = await work.decode()
                     tally.output_tokens += end - text.prompt
                     tally.cut_short += end < len(text.tokens)

@@ -452,7 +452,7 @@ class PageTable:
         if (oldest := self._oldest(1)) and units_of(self.lengths[oldest[0]]) == units:
             self._evict(oldest)  # of pages of one size this is all that ever happens
             return self._extents.take(units, owner)
-        stay: Collection[int] = ChainMap(self._fixed, self.kept) if self.kept else self._fixed
+        stay: Collection[int] = ChainMap[int, Any](self._fixed, self.kept) if self.kept else self._fixed
         places = [self._place_around(slot, units, stay) for slot in self._oldest(PLACES)]
         found = min(filter(None, places), default=None) or self._place_between(stay, units)
         found = found or self._place_between(self._fixed, units)

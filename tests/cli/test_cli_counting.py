@@ -156,6 +156,15 @@ def test_pages_age_by_the_time_of_the_trace_at_any_speed(speed: str, tmp_path: P
     assert ages == [max(edge for edge in edges if edge <= 1000)]
 
 
+@pytest.mark.parametrize("more", ["", "--page-size 16", "--storage memory: --page-size 16", "--speed 100"])
+def test_requests_that_come_at_once_hit_as_much_as_one_after_another(tmp_path: Path, more: str) -> None:
+    """A prompt is looked up when all earlier ones are computed, as a scheduler does it; so the hits are the trace's."""
+    alike = [(0, 7, [*SHARED, *range(100 * number, 100 * number + number)]) for number in range(12)]
+    found = replay(tmp_path, *alike, more=f"--concurrency 12 --end-hints 0.5 {more}")
+    assert found["blocks"]["hit"] == found["blocks"]["shared"] == 11 * len(SHARED)
+    assert found["ceiling"] == pytest.approx(found["hit_ratio"], abs=0.03)
+
+
 def test_limit_takes_the_first_requests(tmp_path: Path) -> None:
     found = replay(tmp_path, (0, 1, [1]), (0, 1, [1, 2]), (0, 1, [3]), more="--limit 2 --host-tokens none")
     assert (found["requests"], found["blocks"]["total"], found["blocks"]["hit"]) == (2, 3, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -74,3 +75,52 @@ def test_one_machine_with_the_memory_of_all_hits_like_one_replica(
     rows = fleets(capsys, trace, "--replicas", "4", "--local", "100000", "--together", "4")
     assert {round(row.local_hits, 9) for row in rows.values()} == {round(rows[False, "sticky"].local_hits, 9)}
     assert rows[True, "random"].store_hits == 0
+
+
+def test_a_sample_of_the_replicas_stands_for_the_fleet(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    arguments = ("--replicas", "16", "--local", "100000", "--load", "0.9")
+    whole, some = fleets(capsys, trace, *arguments), fleets(capsys, trace, *arguments, "--sample", "4")
+    for key, row in whole.items():
+        assert some[key].replicas == row.replicas == 16
+        assert some[key].requests < row.requests / 2
+        assert some[key].computed == pytest.approx(row.computed, abs=0.04), key
+        assert some[key].written == pytest.approx(row.written, rel=0.15), key
+        assert some[key].read == pytest.approx(row.read, rel=0.25, abs=0.5), key
+
+
+def test_larger_fleets_have_the_rows_of_the_sample_where_conversations_stay_together(
+    capsys: pytest.CaptureFixture[str], trace: Path
+) -> None:
+    found: dict[tuple[str, bool], list[Row]] = {}
+    assert main([str(trace), "--replicas", "4,8,16", "--sample", "4", "--local", "50", "--json"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        row = Row(**json.loads(line))
+        found.setdefault((row.routing, row.store), []).append(row)
+    for (routing, _), rows in found.items():
+        assert [row.replicas for row in rows] == [4, 8, 16]
+        alike = {row._replace(replicas=0) for row in rows}
+        assert len(alike) == (3 if routing == "random" else 1)
+
+
+def test_plots_are_whole_and_read_in_light_and_dark(
+    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    arguments = [str(trace), "--replicas", "1,4", "--local", "10,100"]
+    assert main([*arguments, "--json"]) == 0
+    (tmp_path / "rows.jsonl").write_text(capsys.readouterr().out)
+    assert main([*arguments, "--rows", str(tmp_path / "rows.jsonl"), "--svg", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "the shared store" in told
+    assert len(told.splitlines()) == 1 + 24 + 2 + 12
+    names = {f"fleet-{what}-{size}" for what in ("computed", "ttft") for size in (10, 100)} | {"fleet-store"}
+    for name in names:
+        drawn = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
+        lines = [one for one in drawn.iter() if one.tag.endswith("polyline")]
+        assert len(lines) == (2 if name == "fleet-store" else 5)
+        assert "prefers-color-scheme:dark" in (tmp_path / f"{name}.svg").read_text()
+
+
+def test_a_routing_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    with pytest.raises(SystemExit):
+        main([str(trace), "--routing", "random,luck"])
+    assert "there is no luck" in capsys.readouterr().err

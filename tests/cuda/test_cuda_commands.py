@@ -32,8 +32,7 @@ from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
 from benchmarks import cuda, cuda_copies, cuda_engine
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import driver_of
-from tests.cuda.gpu import GPU
+from tests.cuda.cuda_kit import GPU, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.cuda.test_cuda_driver import FakeLibrary, spans
 
@@ -557,7 +556,7 @@ def test_a_warning_of_cupys_import_does_not_make_the_gpu_tests_skip(tmp_path: Pa
         "import warnings\nwarnings.warn('numpy is newer than we know')\n__version__ = '14.2.0'\n"
         "class cuda:\n    class runtime:\n        driverGetVersion = getDeviceCount = runtimeGetVersion = int\n"
     )
-    ran = done(sys.executable, "-W", "error", "-c", "from tests.cuda.gpu import MISSING; print(MISSING)",
+    ran = done(sys.executable, "-W", "error", "-c", "from tests.cuda.cuda_kit import MISSING; print(MISSING)",
                PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHONPATH}")  # fmt: skip
     assert ran.stdout == "there is no NVIDIA driver on this machine\n", ran.stderr
 

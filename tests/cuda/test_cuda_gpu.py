@@ -18,8 +18,7 @@ from asynccache.memory.cuda import choosing_paths
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import DMA, KERNEL
-from tests.cuda.gpu import GPU
+from tests.cuda.cuda_kit import DMA, GPU, KERNEL
 from tests.cuda.test_cuda_memory import WAYS, every_byte_arrives
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 

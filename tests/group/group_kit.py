@@ -30,8 +30,7 @@ from asynccache.worker.local import LocalWorker, Storage
 from asynccache.worker.messages import Ended, Message
 from asynccache.worker.rank_server import RankServer, Shard
 from asynccache.worker.work import Work
-from tests.group.engine_bytes import Task, task_for
-from tests.group.rank_engine import RankEngine
+from tests.group.rank_engine import RankEngine, Task, task_for
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedEvent
 from tests.simulated.links import SimulatedGroup, SimulatedWorker

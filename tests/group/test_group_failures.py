@@ -24,7 +24,7 @@ from asynccache.worker.messages import StoreCounters, StoreHealth
 from asynccache.worker.rank_server import ORDERS
 from asynccache.worker.work import StoredBatch, WriteOrder
 from tests.group.group_kit import GUEST, PAGE, GroupWorld, RankDevice, play, servers, settings, text
-from tests.group.striking import EFFECTS, FATES, Fate
+from tests.group.random_worlds import EFFECTS, FATES, Fate
 from tests.runtime import runtime_kit
 from tests.simulated.device import SimulatedDevice, SimulatedStream
 from tests.simulated.loop import SimulatedLoop

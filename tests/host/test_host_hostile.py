@@ -286,7 +286,7 @@ async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answ
 ) -> None:
     monkeypatch.setattr(server_module, "MOST_UNREAD", 1 << 16)
     path, count = socket_path(), 1000
-    async with serving(path) as server:
+    async with serving(path, memory=32 << 20) as server:
         backend = await client(path)
         await put_all(backend, keys_of(500))
         loop, frames, answers = asyncio.get_running_loop(), wire.Frames(1 << 20), 0

@@ -1,6 +1,11 @@
-"""The counters as Prometheus metrics: complete, right, and readable by its own parser."""
+"""The counters as Prometheus metrics, and the dashboard and pages that use them."""
 
 from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -13,6 +18,9 @@ from asynccache.metrics import CacheCollector, LoopLag
 from asynccache.runtime.lookups import Miss
 from asynccache.worker.stages import BOUNDS_MS, StageMeter
 from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, until
+
+# The counters as Prometheus metrics: complete, right, and readable by its own parser.
+
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -176,3 +184,30 @@ async def test_several_stores_are_told_apart() -> None:
         await cache.detach_storage("far")
         samples = scrape(registry)
         assert not [labels for _, labels in samples if ("backend", "far") in labels]
+
+
+# The examples on the pages about events and metrics work as printed.
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize(
+    ("page", "printed"), [("events.md", "Mirror(GPU 4, CPU 4, STORAGE 0)"), ("metrics.md", "match: 64 on the device")]
+)
+def test_the_example_runs(page: str, printed: str, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=120,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
+@pytest.mark.slow(2)
+def test_every_reason_is_explained() -> None:
+    text = (DOCS / "metrics.md").read_text()
+    table = re.findall(r"^\|`(\w+)`\|[^|]+\|[^|]*\|$", text, re.MULTILINE)
+    assert [reason.name.lower() for reason in Miss] == [name for name in table if name.upper() in Miss.__members__]

@@ -50,7 +50,7 @@ class Played(NamedTuple):
 
 def worlds(seed: int) -> None:
     """The whole runtime in virtual time, with a hostile device and a lying store; seen by a subscriber, too."""
-    from tests.worlds.test_worlds_seen import test_a_world_is_seen_as_it_is as seen
+    from tests.worlds.test_worlds import test_a_world_is_seen_as_it_is as seen
 
     with pytest.MonkeyPatch.context() as patch:
         seen(seed, patch)

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that takes its time, and an S3 server that is full."""
+"""A TCP proxy on loopback through which answers come late, cut, wrong or not at all, and an S3 server that is full."""
 
 from __future__ import annotations
 
@@ -6,22 +6,37 @@ import asyncio
 import threading
 import weakref
 from contextlib import suppress
+from enum import Enum
+from random import Random
 from typing import NamedTuple, Self
 
 from tests.stores.server import HOST
 
-# A TCP proxy on loopback that takes its time when it is told to: every piece that a server answers comes ``delay``
-# seconds late. In a thread with a loop of its own, so that a test may change it from anywhere.
+# It takes its time when it is told to: every piece that a server answers comes ``delay`` seconds late; or it does worse
+# to them. In a thread with a loop of its own, so that a test may change it from anywhere.
 
 
 PIECE = 1 << 16
+DRIP = 64
+
+
+class Fault(Enum):
+    """What becomes of a server's answers."""
+
+    CUT = "half of each piece comes, and then the connection is closed"
+    HANG = "nothing comes"
+    GARBAGE = "other bytes come"
+    DRIP = "they come by a few bytes at a time"
 
 
 class SlowProxy:
-    """``with SlowProxy(port) as proxy``: ``proxy.port`` is where clients connect. ``delay`` may be set at any time."""
+    """``with SlowProxy(port) as proxy``: ``proxy.port`` is where clients connect. ``delay`` and ``fault`` may be set at
+    any time. ``asked`` is set when a client says something."""
 
     def __init__(self, target: int) -> None:
         self.delay = 0.0
+        self.fault: Fault | None = None
+        self.asked = threading.Event()
         self.port = 0
         self._target = target
         self._loop = asyncio.new_event_loop()
@@ -88,10 +103,28 @@ class SlowProxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, late: bool) -> None:
         with suppress(OSError):
             while data := await reader.read(PIECE):
-                if late and self.delay:
-                    await asyncio.sleep(self.delay)
-                writer.write(data)
-                await writer.drain()
+                if late:
+                    await self._answer(data, writer)
+                else:
+                    self.asked.set()
+                    writer.write(data)
+                    await writer.drain()
+
+    async def _answer(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(self.delay)
+        fault = self.fault
+        if fault is Fault.HANG:
+            await asyncio.Event().wait()
+        elif fault is Fault.CUT:
+            writer.write(data[: len(data) // 2])
+            raise ConnectionResetError
+        elif fault is Fault.GARBAGE:
+            data = Random(len(data)).randbytes(len(data))
+        step = DRIP if fault is Fault.DRIP else PIECE
+        for at in range(0, len(data), step):
+            writer.write(data[at : at + step])
+            await writer.drain()
+            await asyncio.sleep(0.002 if fault is Fault.DRIP else 0)
 
 
 # An S3 server that is full, where the real one never is: a proxy before it that takes no more objects when it is told

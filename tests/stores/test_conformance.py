@@ -11,9 +11,8 @@ from asynccache_backends.redis import RedisBackend
 
 from asynccache.storage import StorageBackend, parse_url
 from asynccache.testing.backend_suite import LAYOUT, BackendSuite, OpenBackend
-from tests.stores.az_server import Azurite
+from tests.stores.object_server import Azurite, MotoServer
 from tests.stores.object_store_kit import folder_url, open_backend
-from tests.stores.s3_server import MotoServer
 
 # The conformance suite against a real server and a real cluster, on both loops; and against TLS, on one.
 

@@ -1,4 +1,4 @@
-"""The stress tool on every kind of store while trouble comes and goes; see ``courses``."""
+"""The stress tool on every kind of store while trouble comes and goes; see ``failing``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.stores import courses
+from tests.stores import failing as courses
 from tests.stores.mooncake_server import MooncakeMaster
 
 # The stress tool on a folder: one that is full from the first seconds on, and one on which calls fail and lie.

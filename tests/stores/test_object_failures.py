@@ -24,8 +24,8 @@ from asynccache.storage import (
 )
 from asynccache.testing.backend_suite import content
 from tests.storage.page_kit import fill, get, put
+from tests.stores.object_server import MotoServer
 from tests.stores.object_store_kit import bare, open_at, opened, some_keys, until_hit
-from tests.stores.s3_server import MotoServer
 from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, Refusal
 
 pytestmark = pytest.mark.slow
@@ -126,32 +126,6 @@ async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url
     assert await backend.exists(keys) == [MISS, HIT, MISS, HIT, HIT, HIT]
     assert backend.stats()["packs"] == 2
     await backend.aclose()
-
-
-async def test_a_hung_server_meets_the_deadline_and_hits_come_back(s3_server: MotoServer, url: str) -> None:
-    async with opened(url, LARGE, timeout=1.0) as store:
-        keys, new = some_keys("old", 8), some_keys("new", 8)
-        await fill(store, keys)
-        s3_server.hang()
-        try:
-            for n, (call, which) in enumerate(((get, keys), (put, new))):
-                began = time.monotonic()
-                assert await call(store, which) == [FAILED] * 8
-                assert time.monotonic() - began < 3
-                assert store.stats()["timeouts"] == n + 1
-            buffers = Buffers(new, LARGE)
-            task = asyncio.ensure_future(bare(store).put(new, buffers.records))
-            await asyncio.sleep(0.1)
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
-            assert not buffers.held()
-            assert set(await store.exists(keys)) == {HIT}              # asks nobody
-        finally:
-            s3_server.resume()
-        assert await get(store, keys) == [HIT] * 8
-        await fill(store, new)
-        assert await get(store, new) == [HIT] * 8
 
 
 async def test_a_killed_server_fails_calls_soon_and_comes_back_empty(s3_server: MotoServer, url: str) -> None:

@@ -19,8 +19,8 @@ from asynccache_backends.object_store.formats import LAST_STAMP, first_name
 from asynccache.storage import Listable, PageKey, Result, StoreLayout, Watchable
 from asynccache.testing.backend_suite import LAYOUT, blank, page_key, record_of, same
 from tests.storage.page_kit import fill, get, put
+from tests.stores.object_server import MotoServer
 from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys, until_hit
-from tests.stores.s3_server import MotoServer
 from tests.waiting import until
 
 # Several writers on one prefix: they hit each other's pages, delete for each other, and harm nobody.

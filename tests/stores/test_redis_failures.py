@@ -76,22 +76,6 @@ async def test_killed_in_the_middle_of_calls(server: RedisServer) -> None:
         assert FAILED in await get(store, keys)
 
 
-async def test_hung_until_the_deadline(server: RedisServer) -> None:
-    """A call ends at its deadline and its buffers are free; when the server wakes, nobody's page is touched."""
-    keys = keys_of(40)
-    async with checked(server.url, timeout=0.3) as store:
-        await put(store, keys)
-        server.hang()
-        began = asyncio.get_running_loop().time()
-        assert await get(store, keys) == [FAILED] * 40
-        assert await put(store, [page_key(f"new{i}") for i in range(40)]) == [FAILED] * 40
-        assert asyncio.get_running_loop().time() - began < 3
-        server.resume()
-        await until(lambda: _answers(store))
-        assert await get(store, keys) == [HIT] * 40
-        assert store.stats()["timeouts"] >= 2
-
-
 async def test_hung_in_the_middle_of_a_page_and_cancelled(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(64)]
     async with opened(server.url, BIG) as backend:
