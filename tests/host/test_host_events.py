@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -35,6 +36,7 @@ from asynccache.events import (
 from asynccache.events.wire import Decoder
 from asynccache.host.changes import AT_ONCE, HeldChanges
 from asynccache.host.server import HostServer
+from asynccache.host.takeover import take_over
 from asynccache.storage import PageKey, Pages, Result
 from asynccache.storage.contract import block_in, named_key
 from asynccache.testing.backend_suite import get_all, put_all, record_of
@@ -310,6 +312,30 @@ async def test_a_server_that_is_stopped_is_forgotten_and_is_back_when_it_goes_on
         finally:
             server.process.send_signal(signal.SIGCONT)
         await until(lambda: picture(fleet, range(12)) == ({*range(10)}, set()), fleet.stats)
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_server_whose_heir_dies_says_the_same_as_before(fleet: Fleet, tmp_path: Path) -> None:
+    """Its stores were closed for the heir, and are opened again."""
+    path = socket_path()
+    async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server, published(server, fleet):
+        backend = await stored(path, range(20))
+        await backend.flush()
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        for cell in cast("Any", taken.confirm).__closure__:
+            if isinstance(cell.cell_contents, socket.socket):
+                cell.cell_contents.close()  # the heir is killed
+        taken.listener.close()
+        taken.memory.close()
+        await until(lambda: not server.handed_over)
+        await until(lambda: not server.draining)
+        await asyncio.sleep(0.1)
+        server.table.clear()
+        await until(lambda: picture(fleet, range(30)) == (set(), {*range(20)}), fleet.stats)
+        await backend.delete(keys_of(range(5)))
+        await until(lambda: picture(fleet, range(30)) == (set(), {*range(5, 20)}), fleet.stats)
         await backend.aclose()
 
 
