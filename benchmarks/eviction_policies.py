@@ -187,8 +187,8 @@ def ends_table(trace: Trace, sizes: Sequence[int]) -> Iterator[str]:
     yield f"{'blocks':>8}  {'':8}" + "".join(f"{f'{share:.0%} told':>12}" for share in SHARES)
     for size in sizes:
         for name in ("lru", "p2c", "host"):
-            found = [host_hits(paths, size, some) if name == "host" else policy_hits(paths, size, name, times, ended=some)
-                     for some in told]  # fmt: skip
+            found = [host_hits(paths, size, over) if name == "host" else
+                     policy_hits(paths, size, name, times, ended=over) for over in told]  # fmt: skip
             yield f"{size:>8,}  {name:8}" + "".join(f"{one / looked_up:>12.4f}" for one in found)
 
 
