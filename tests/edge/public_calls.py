@@ -57,10 +57,12 @@ from asynccache.storage import (
     KEY_BYTES,
     Breaker,
     CheckedStore,
+    Hint,
     OpenCalls,
     PageKey,
     Pages,
     ParsedUrl,
+    RequestHints,
     Result,
     StoreLayout,
     StoreOptions,
@@ -74,6 +76,7 @@ from asynccache.storage import (
     parse_host_port,
     parse_size,
     parse_url,
+    read_hints,
     settled,
     take_options,
     weights_digest,
@@ -677,6 +680,9 @@ EXCEPTIONS: dict[str, Case] = {
     ),
     **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": These("[]")}, keys=[PAGE_KEY])
        for name in ("delete", "exists")},
+    "asynccache.storage.CheckedStore.hint": of_store(
+        "hint", {"verb": Thing(), "keys": These("[]"), "seconds": SECONDS}, verb=Hint.KEEP, keys=[PAGE_KEY]
+    ),
     **{f"asynccache.storage.CheckedStore.{name}": of_store(
         name, {"keys": Thing(), "payloads": Thing()}, keys=[PAGE_KEY], payloads=[memoryview(bytearray(64))])
        for name in ("get", "put")},
@@ -702,6 +708,19 @@ EXCEPTIONS: dict[str, Case] = {
     ),
     "asynccache.storage.Pages.exists": of_pages(
         "exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"]
+    ),
+    "asynccache.storage.Pages.hint": of_pages(
+        "hint", {"verb": Thing(), "keys": EMPTY, "seconds": SECONDS, "pool": OF_ONE_POOL, "timeout": WITHIN},
+        verb=Hint.KEEP, keys=[b"a"],
+    ),
+    "asynccache.storage.read_hints": plain(
+        read_hints, {"envelope": Unchecked("whatever comes counts as malformed, at worst")}, envelope=None
+    ),
+    "asynccache.storage.RequestHints": plain(
+        RequestHints, dict.fromkeys(
+            ("prefetch", "block_hashes", "keep", "keep_end", "ended", "ended_start", "skip_store"),
+            Unchecked("made by read_hints"),
+        ),
     ),
     **{f"asynccache.storage.Pages.{name}": of_pages(
         name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"], slots=[0])
