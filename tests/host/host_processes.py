@@ -172,11 +172,11 @@ def memory_use(server: HostProcess, pids: Iterable[int]) -> MemoryUse:
 
 
 class Stress:
-    """``asynccache stress`` in a process of its own, which computes and loads on the server's store until its seconds
-    are over, and verifies every hit."""
+    """``asynccache stress`` in a process of its own, which computes and loads on the server's store, and verifies every
+    hit. ``much``: how much, as its options say it."""
 
-    def __init__(self, url: str, seed: int, seconds: float) -> None:
-        words = ["stress", "--json", "-", "--quiet", "--rate", "0", "--duration", str(seconds), "--seed", str(seed),
+    def __init__(self, url: str, seed: int, *much: str) -> None:
+        words = ["stress", "--json", "-", "--quiet", "--rate", "0", *much, "--seed", str(seed),
                  "--device-tokens", "4096", "--host-tokens", "8192", "--storage", url]  # fmt: skip
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would be full, and nobody reads it yet
         self._process = subprocess.Popen(
@@ -210,16 +210,16 @@ PAUSE = 0.02
 
 
 class Crowd:
-    """``with Crowd(server, seed, seconds) as crowd``: so many clients and stresses at once, until the stresses have had
-    their seconds. All stresses have one seed, so that they ask for the same conversations. What is left at the end of
-    the block is killed."""
+    """``with Crowd(server, seed, "--requests", "99") as crowd``: so many clients and stresses at once, until one stress
+    has served ``much``. All stresses have one seed, so that they ask for the same conversations. What is left at the
+    end of the block is killed."""
 
-    def __init__(self, server: HostProcess, seed: int, seconds: float, *, clients: int = 8, stresses: int = 2) -> None:
+    def __init__(self, server: HostProcess, seed: int, *much: str, clients: int = 8, stresses: int = 2) -> None:
         self.clients: list[ClientProcess] = []
         self.stresses: list[Stress] = []
         self._server = server
         self._seed = seed
-        self._seconds = seconds
+        self._much = much
         self._wanted = clients, stresses
 
     def __enter__(self) -> Self:
@@ -228,7 +228,7 @@ class Crowd:
             for number in range(clients):
                 self.clients.append(ClientProcess(self._server.path, self._seed + number, 3600.0, PAUSE))
             for _ in range(stresses):
-                self.stresses.append(Stress(self._server.url, self._seed, self._seconds))
+                self.stresses.append(Stress(self._server.url, self._seed, *self._much))
         except BaseException:
             self.__exit__()
             raise

@@ -40,6 +40,8 @@ MEMORY = 96 << 20
 MORE = 64 << 20
 WARM = 3
 """The first third of the looks is not compared."""
+FEWEST = 8
+"""Looks that are compared, at the least: a busy machine has no time for more kills."""
 
 
 class Watched:
@@ -73,9 +75,11 @@ class Watched:
 
     def ended(self, *, one_server: bool = True) -> list[str]:
         """What was wrong, and what has grown. ``one_server``: it has lived all the time."""
-        for name, looks in (("the server", self._own if one_server else []), ("the clients", self._theirs)):
+        for name, looks in (("the server", self._own), ("the clients", self._theirs))[0 if one_server else 1 :]:
             compared = looks[len(looks) // WARM :]
-            if compared and any(one.rss for one in compared):
+            if len(compared) < FEWEST:
+                print(f"{name}: only {len(compared)} looks, too few to compare", flush=True)
+            elif any(one.rss for one in compared):
                 self.wrong += [f"{name}: {sentence}" for sentence in differences(compared)]
                 first, last = compared[0], compared[-1]
                 print(f"{name}: {mib(first.rss)} to {mib(last.rss)} MiB, {first.fds} to {last.fds} fds", flush=True)
@@ -93,7 +97,7 @@ def bad(found: dict[str, int]) -> list[str]:
 
 async def crowded(server: HostProcess, seed: int, seconds: float) -> list[str]:
     """Eight clients and two stresses for so long. Returns what was wrong."""
-    with Crowd(server, seed, seconds) as crowd:
+    with Crowd(server, seed, "--duration", str(seconds)) as crowd:
         watched = Watched(server, [one.pid for one in crowd.clients])
         while crowd.together:
             await asyncio.to_thread(watched.look, [one.pid for one in crowd.stresses])
