@@ -6,7 +6,7 @@ gets the GIL back. So a request's work is in flight while its task waits, and th
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
 kernel on a stream.
 
-An ``Engine`` does the work of requests: the ``StandInEngine`` of this process, or in ``ranked`` an engine that sends it
+An ``Engine`` does the work of requests: the ``StandInEngine`` of this process, or in ``ranks`` an engine that sends it
 to the processes of several ranks.
 
 The bytes that stand in for KV are a function of the tokens up to the end of a page, of the pool and of the layer. A

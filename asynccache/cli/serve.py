@@ -15,6 +15,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import resource
 import signal
 import sys
@@ -236,7 +237,13 @@ async def _serve(options: Options) -> int:
                 end.cancel()
         return 0
     finally:
-        await server.aclose()
+        try:
+            await server.aclose()
+        finally:
+            if behind is not None and behind.hangs:
+                LOG.warning("going without a store that hangs")
+                sys.stderr.flush()
+                os._exit(0 if server.closed.is_set() else 1)  # the loop and its threads would wait for it
 
 
 def _import_events() -> tuple[type[ZmqPublisher], type[HeldReport]]:

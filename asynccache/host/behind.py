@@ -176,6 +176,7 @@ class StoresBehind:
         self._suspects: dict[bytes, None] = {}
         self._deleted: set[bytes] = set()  # of those that are being read
         self._writers: list[asyncio.Task[None]] = []
+        self._left: list[asyncio.Task[Any]] = []
         self._changes: HeldChanges | None = None
         self._now = time.time
 
@@ -206,6 +207,11 @@ class StoresBehind:
         self._changes = changes
         for store in self.stores:
             self._begin(store.watch(changes))
+
+    @property
+    def hangs(self) -> bool:
+        """True while anything that ``close`` has waited for goes on."""
+        return not all(task.done() for task in self._left)
 
     def counts(self) -> dict[str, float]:
         """Return the counters of all stores, by the store's name and the counter's."""
@@ -412,15 +418,16 @@ class StoresBehind:
         if not self._writers:
             return
         flushing = asyncio.create_task(self.flush())
+        self._left = [flushing, *self._tasks]
         await asyncio.wait([flushing], timeout=DRAIN)
         if why := flushing.result() if flushing.done() else f"they have not taken all in {DRAIN:g} s":
             LOG.warning("not everything is in the stores: %s", why)
-        work = [flushing, *self._tasks]
-        for task in work:
+        for task in self._left:
             task.cancel()
-        await asyncio.wait(work, timeout=LET_GO)
+        await asyncio.wait(self._left, timeout=LET_GO)
         self._writers.clear()
         closing = {asyncio.create_task(store.aclose()): store.options.name for store in self.stores}
+        self._left += closing
         await asyncio.wait(closing, timeout=LET_GO)
         for task, name in closing.items():
             error = task.exception() if task.done() else "it hangs"

@@ -1,8 +1,8 @@
 """Signals, by which a thread wakes coroutines of any loop; bells, which wake the coroutines of one loop; and the thread
 of a stream, which does one piece of work after the other.
 
-No loop is blocked (``block`` and ``join`` are for other threads), and all coroutines for which a bell is rung
-before its loop answers are woken by one callback of the loop.
+No loop is blocked: ``block`` and ``join`` are for other threads. All coroutines for which a bell is rung before its
+loop answers are woken by one callback of the loop.
 
 Where the mutable state lives: a signal's state and waiters under the signal's lock, a bell's list under the bell's.
 Everything may be called from any thread; ``wait`` is a coroutine of whatever loop runs it.

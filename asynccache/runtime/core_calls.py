@@ -1,6 +1,6 @@
 """Core calls of tasks: holding the tree lock, calls in slices, the ack task, sleeping in line, waiting for operations.
 
-Laws:
+What always holds:
 * Under the tree lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
 * A cancellation that arrives between two slices is kept until the last one is done. To cancel a mere wait stops the
   waiting and nothing else.

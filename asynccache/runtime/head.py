@@ -1,6 +1,6 @@
 """The head: one open cache. It constructs the parts, starts their tasks, and in the end saves, stops and closes.
 
-Laws:
+What always holds:
 * A plan of the core goes through here (``Driver.perform``): copies to ``EngineBatches.begin``, backups to storage to
   ``Backups.put``, events to ``Announcer.put``. The acks come back through one queue (``Driver.acks``).
 * A cache that is closed frees no buffer that a store or a device still uses. So what a store uses that hangs is left

@@ -10,7 +10,7 @@ sanitizer, in the head, tells them which pages, and has them look:
   all NaN; and the pages that it found must be as they were;
 * when a free page is taken, and when the cache is closed: nobody may have written it.
 
-Laws:
+What always holds:
 * A program that is right is never accused. Where a batch of the engine may still use a page, nobody fills it and
   nobody judges it. A commit ``after`` an event is judged when its batches are over; what is wrong is logged then, and
   raised by the next call that looks, or at the end of the cache's ``async with``.

@@ -1,6 +1,6 @@
 """Stores come and go while requests are in flight.
 
-Laws:
+What always holds:
 * A store is opened, told of the host's memory, and asked for all of its keys if they are announced, before the tree
   lock is taken. One core call makes it usable.
 * One core call ends its use, and with that call the tree forgets which pages are stored. Reads and writes that are

@@ -18,9 +18,9 @@ A record is a 64-byte header and the page's payload. The header, little-endian:
 A record verifies if its header equals, byte for byte, the header that its key and payload would get now. So a change of
 any bit of header or payload is found, and a record that was stored under another key does not verify.
 
-When a call returns or raises, for whatever reason, nothing touches the buffers any more that were
-passed in. A deadline cancels the backend's call, and by contract that call ends only after the backend has let go of
-them. So the answer FAILED may come later than the deadline; when it comes, the buffers are free.
+When a call has returned or raised, for whatever reason, nothing touches its buffers any more. A deadline cancels the
+backend's call, and by contract that call ends only after the backend has let go of them. So the answer FAILED may come
+later than the deadline; when it comes, the buffers are free.
 
 Checksums are computed in threads, in batches of a few MiB (0.2-1 ms each). Small ones, which take some µs, are computed
 on the event loop.

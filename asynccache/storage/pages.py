@@ -1,6 +1,6 @@
 """The stores without a cache, for programs that are not asynchronous: pages of memory go to the stores and come back.
 
-Laws:
+What always holds:
 * An unusable argument raises ``ConfigError``, which names it, before anything has changed or begun.
 * A store's failure is a result and never an error: every key has a result of its own.
 * A call uses the memory only until its future is done. From then on nothing here refers to any of its pages.

@@ -3,7 +3,7 @@
 A ``get`` copies the pages into memory that is made for them, and a task of its own writes the copies to the
 nearer stores.
 
-Laws:
+What always holds:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
 * The copies that exist at a time take ``room`` bytes of memory at most. Pages for which there is no room, or no memory,
   are not promoted.

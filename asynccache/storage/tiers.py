@@ -1,6 +1,6 @@
 """Any number of stores used as one, nearest first; also one, or none.
 
-Laws:
+What always holds:
 * A page is written to all stores with the option ``write`` at the same time. It is stored if at least one took it.
 * Pages are read from the nearest store first. Each farther one is asked only for those that are still missing, and what
   it had may be copied to the nearer ones (see ``promotion``).

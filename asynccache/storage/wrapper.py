@@ -1,10 +1,10 @@
 """Backends around a backend. ``WrappedBackend`` passes every call on; its subclasses override what they change.
 
-One of them watches which keys a store holds, for KV events. Where nobody watches, it costs nothing. A backend that
-knows when its own index changes is ``Watchable``: it tells every change itself, and what it has told is true at every
-moment. Any other backend, say a server to which others write and which evicts on its own, is wrapped in
-``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit
-it, and gone once one of them has missed it.
+``WatchedBackend`` is one of them: for KV events, it watches which keys a store holds. Where nobody watches, it costs
+nothing. A backend that knows when its own index changes is ``Watchable``: it tells every change itself, and what it has
+told is true at every moment. Any other backend, say a server to which others write and which evicts on its own, is
+wrapped in ``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an
+exists has hit it, and gone once one of them has missed it.
 """
 
 from __future__ import annotations

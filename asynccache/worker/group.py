@@ -4,7 +4,7 @@
 have is made by ``everywhere``: it sends the call, and folds the answers. One that it has adds what only the head knows,
 and then does the same by ``folded``, ``call`` or ``tell``, which take the method that every rank is to call.
 
-Laws:
+What always holds:
 * Each message is for all workers, and is put on every link in the core call's turn. The head's own worker takes it in
   that turn, too.
 * An operation has one outcome, when all workers have let go of it: DONE if it was DONE everywhere.

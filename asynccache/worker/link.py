@@ -17,7 +17,7 @@ A frame is its length (4 bytes, little endian), followed by so many bytes. Two l
 the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says that
 its sender has closed the link on purpose.
 
-Laws:
+What always holds:
 * Every frame is heard once, whole and in order. ``lost`` is heard at most once, after the last frame, and never from
   within ``begin`` or ``send``.
 * A peer that closes, is silent past the time-out, or sends what is no frame, is lost; nothing of a frame that is not

@@ -2,15 +2,15 @@
 ``workers`` uses it directly. Of a group each rank has one, behind a ``RankServer``; its remote methods (``@remote``)
 are then called by messages, and ``WorkerGroup`` has the same methods for all ranks at once.
 
-Laws:
+What always holds:
 * Work is handed over in the order in which the core decided it, with no await in between; each operation in it gets
   exactly one outcome, when every buffer of it is let go.
 * Pages are named by pool, prefix hash and slot. A worker adds what only it knows: bytes, its own part of every page,
   storage keys.
 * A batch of the engine's work is a number to the head. The event that the number stands for stays with the worker.
 * A failure to look up or read a page is an answer (``Result``), and not an exception.
-* Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
-  worker writes.
+* Several workers may hold the same pages. One of them writes these to the stores that they share, and each writes to a
+  store of its own.
 * Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
   mostly finds the rest; the order is no proof of that. Of an operation that has failed, nothing more is written. The
   head decides which backups are written as one batch, and when a batch is given up.

@@ -7,7 +7,7 @@ of another process, at the end of a link; ``connect`` makes one.
 A rank's engine sees a ``RankWorker``: pools, batches, layers to wait for. The head sends the numbers of batches, and
 the engine ends each of them, with an event of the device or without one.
 
-Laws:
+What always holds:
 * A batch is *sent* until the engine has ended it; then it has an *event* until that has fired; then it is *over*, and
   the head is told so, once.
 * The engine gets each batch once, in the order in which they were sent, however it asks for them.

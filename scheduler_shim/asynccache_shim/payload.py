@@ -1,6 +1,6 @@
 """A step's batch as bytes, for the ranks that compute a part of it. Only what has changed since the last step is sent.
 
-Laws:
+What always holds:
 * Payloads are read once each, in the order in which they were written. So writer and reader know the same of every
   request.
 * Both sides forget a request that ended before they do anything else. If it comes back, all of it is sent again.

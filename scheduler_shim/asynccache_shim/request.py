@@ -1,7 +1,7 @@
 """A request as its caller sees it. The caller makes it from tokens, limits, priority and namespace, and reads a stream
 of tokens from it.
 
-Laws:
+What always holds:
 * A request knows nothing of the cache, and the cache never sees it. The scheduler writes the request's state, output
   and end; the caller reads them, iterates over the output, and may abort at any moment.
 * The scheduler acts on the ``terms`` as they were when the request was submitted. Setting an attribute afterwards

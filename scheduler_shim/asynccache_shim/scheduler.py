@@ -1,7 +1,7 @@
 """The scheduler: continuous batching over one cache and one model. ``Scheduler.step`` is one step, from
 pages to results.
 
-Laws:
+What always holds:
 * One loop computes one step after the other: pages for running requests, admission, model, results. The model runs in a
   thread of its own; nothing here blocks the event loop.
 * A request computes its first chunk in the pages that it was admitted with. Later chunks and decoding extend its lease.

@@ -2,7 +2,7 @@
 
 No other module of this package, except ``payload``, knows of ranks.
 
-Laws:
+What always holds:
 * A batch is sent in the same turn of the event loop in which this rank begins to compute it, after the loads that it
   needs. Every commit and release names the batch that was sent last, so no page is given to another request before all
   ranks have computed that batch.

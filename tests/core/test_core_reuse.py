@@ -816,14 +816,30 @@ def test_who_leads_loses_that_when_what_was_kept_is_asked_for_no_more() -> None:
     ahead, changes = tree.duel.ahead, 0
     assert ahead > 0
     for number in range(40):
-        before = tree.duel.ahead
         changes += tree.use(chr(0x4E00 + number) * 15)
-        if changes:
+        if not tree.duel.ahead:
             break
-        assert tree.duel.ahead == before == ahead, "neither finds anything"
+        assert tree.duel.ahead == ahead, "neither finds anything"
     assert changes == 1
     assert not tree.duel.leads
     assert tree.duel.ahead == 0
+
+
+def test_while_it_is_in_doubt_whether_less_is_found_the_oldest_goes_and_the_lead_is_not_lost() -> None:
+    tree = new(60, prefer_the_old())
+    for _ in range(40):
+        for text in "abcdef":
+            tree.use(text * 3, text.upper() * 12)
+    ahead, misses = tree.duel.ahead, 0
+    while tree.duel.leads:
+        tree.use(chr(0x4E00 + misses) * 15)
+        misses += 1
+    assert misses < 8 < 16, "much sooner than it is sure"
+    assert tree.duel.ahead == ahead
+    for _ in range(10):
+        for text in "abcdef":
+            tree.use(text * 3, text.upper() * 12)
+    assert tree.duel.leads, "what was usual is found again"
 
 
 def test_what_was_ended_leaves_both() -> None:

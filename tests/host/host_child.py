@@ -13,6 +13,9 @@ from random import Random
 from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
 
 SIZES = {"a": 4096, "b": 73728, "c": 262144, "d": 1 << 20}
+LARGEST = max(SIZES.values())
+MOST = 8
+"""Pages in a call."""
 KEYS = 60
 """Pages of each size. All clients use the same, so that they find each other's."""
 
@@ -33,19 +36,22 @@ async def run(path: str, seed: int, seconds: float, pause: float, pipe: Connecti
     pipe.send("ready")
 
     async def use() -> None:
+        ours, theirs = (memoryview(bytearray(MOST * LARGEST)) for _ in range(2))  # so that its size does not change
         while time.monotonic() < end and not pipe.poll():
             pool = random.choice(list(SIZES))
-            pages = [page_of(pool, random.randrange(KEYS)) for _ in range(random.randrange(1, 9))]
-            keys = [key for key, _ in pages]
+            pages = [page_of(pool, random.randrange(KEYS)) for _ in range(random.randrange(1, MOST + 1))]
+            keys, size = [key for key, _ in pages], SIZES[pool]
+            mine, found = ([memory[i * size : (i + 1) * size] for i in range(len(pages))] for memory in (ours, theirs))
+            for buffer, (_, data) in zip(mine, pages, strict=True):
+                buffer[:] = data
             if random.random() < 0.5:
-                answers = await store.put(keys, [memoryview(data) for _, data in pages])
+                answers = await store.put(keys, mine)
                 counts["puts"] += answers.count(Result.HIT)
             else:
-                buffers = [bytearray(SIZES[pool]) for _ in keys]
-                answers = await store.get(keys, [memoryview(buffer) for buffer in buffers])
-                for answer, buffer, (_, data) in zip(answers, buffers, pages, strict=True):
+                answers = await store.get(keys, found)
+                for answer, buffer, right in zip(answers, found, mine, strict=True):
                     counts["hits"] += answer is Result.HIT
-                    counts["wrong"] += answer is Result.HIT and buffer != data
+                    counts["wrong"] += answer is Result.HIT and buffer != right
                     counts["corrupt"] += answer is Result.CORRUPT
             await asyncio.sleep(pause if answers.count(Result.FAILED) < len(answers) else 0.02)
 

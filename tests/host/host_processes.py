@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -177,8 +178,9 @@ class Stress:
     def __init__(self, url: str, seed: int, seconds: float) -> None:
         words = ["stress", "--json", "-", "--quiet", "--rate", "0", "--duration", str(seconds), "--seed", str(seed),
                  "--device-tokens", "4096", "--host-tokens", "8192", "--storage", url]  # fmt: skip
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would be full, and nobody reads it yet
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asynccache", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            [sys.executable, "-m", "asynccache", *words], stdout=self._said, stderr=self._said)
         self.pid = self._process.pid
 
     @property
@@ -189,13 +191,17 @@ class Stress:
     def kill(self) -> None:
         """Kill it at once."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        self._said.close()
 
     def report(self) -> dict[str, Any]:
         """Its report. It waits for the end."""
-        said, errors = self._process.communicate(timeout=240)
-        assert self._process.returncode == 0, said + errors
-        found: dict[str, Any] = json.loads(said)
+        status = self._process.wait(240)
+        with self._said:
+            self._said.seek(0)
+            said = self._said.read().decode()
+        assert status == 0, said[-5000:]
+        found: dict[str, Any] = json.loads(said[said.index("{") :])
         return found
 
 

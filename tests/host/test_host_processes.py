@@ -248,6 +248,63 @@ async def test_what_a_store_that_hangs_is_written_from_stays_under_the_next_serv
     await second.aclose()
 
 
+ENDS_THOUGH_IT_HANGS = """
+import asyncio, sys, threading
+from asynccache.cli.main import main
+from asynccache.host import behind
+from asynccache.testing.wrapped_backend import WrappedBackend
+
+behind.DRAIN = behind.LET_GO = 0.2
+opened = behind.StoreBehind.open
+
+class Hangs(WrappedBackend):
+    async def put(self, keys, records):
+        print("begun", len(keys), flush=True)
+        ended = asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        while True:
+            try:
+                await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                pass
+
+async def open_hanging(self, layout, memory):
+    await opened(self, layout, memory)
+    self.backend = Hangs(self.backend)
+
+behind.StoreBehind.open = open_hanging
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.asyncio
+async def test_a_server_ends_though_a_thread_of_a_store_hangs(replaced: bool) -> None:
+    path, keys = socket_path(), keys_of(20)
+    words = ["serve", "--listen", f"unix:{path}", "--memory", "24MiB", "--quiet", "--storage", "memory:"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENDS_THOUGH_IT_HANGS, *words, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    await HostProcess(path, "24MiB").counts()
+    backend = await client(path)
+    stored = await put_all(backend, keys)
+    assert await process.stdout.readline() == b"begun 20\n"
+    try:
+        if not replaced:
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+            return
+        with server_process(path, "24MiB", "--replace") as second:
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+            await second.counts()
+            await asyncio.sleep(0.06)
+            assert same(stored, (await get_all(backend, keys))[1])
+            assert second.stop() == 0
+    finally:
+        await backend.aclose()
+        with suppress(ProcessLookupError):
+            process.kill()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.asyncio
 async def test_another_user_is_kept_out_by_the_socket_and_if_it_is_open_by_the_server() -> None:

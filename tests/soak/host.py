@@ -6,7 +6,7 @@ that are killed, then servers that are killed.
 Half of the seconds are the crowd's: eight clients with pages of several sizes, and two stresses. What server and
 clients have is looked at once a second, and compared as in ``flat``: memory of their own, descriptors, threads. All
 together they never have more of shared memory, with the server's own, than was asked for and 64 MiB. The other half is
-for kills, as many of those asked for as there is time for.
+for kills, as many of those asked for as there is time for. On a busy machine it takes longer: processes must begin.
 
 Prints the seed, a line every few seconds, and what was found; what the server says only if something was wrong. The
 status is 1 then: a page was wrong or corrupt, a slot was lost, something grew.
@@ -43,36 +43,40 @@ WARM = 3
 
 
 class Watched:
-    """Processes that are looked at once a second. ``wrong``: what is not as it should be, in sentences."""
+    """A server and its clients, which are looked at now and then. ``wrong``: what is not as it should be, in sentences.
+    What the clients have is added up."""
 
-    def __init__(self, server: HostProcess, pids: Sequence[int], asked: int) -> None:
+    def __init__(self, server: HostProcess, pids: Sequence[int]) -> None:
         self.wrong: list[str] = []
         self._server = server
         self._pids = pids
-        self._asked = asked
-        self._looks: dict[int, list[Look]] = {pid: [] for pid in (server.process.pid, *pids)}
+        self._own: list[Look] = []
+        self._theirs: list[Look] = []
+        self._began = time.monotonic()
         self._shown = 0.0
 
-    def look(self, at: float, others: Sequence[int] = ()) -> None:
+    def look(self, others: Sequence[int] = ()) -> None:
         """Look now; ``others`` have the shared memory mapped as well."""
-        for pid, looks in self._looks.items():
-            looks.append(look(at, pid))
+        at = time.monotonic() - self._began
+        self._own.append(look(at, self._server.process.pid))
+        each = [look(at, pid) for pid in self._pids]
+        self._theirs.append(Look(at, *(sum(column) for column in zip(*(one[1:] for one in each), strict=True)))
+                            if each else Look(at, 0, 0, 0, 0))  # fmt: skip
         use = memory_use(self._server, [*self._pids, *others])
-        if use.shared > self._asked or use.shared + use.server > self._asked + MORE:
-            self.wrong.append(f"after {at:.0f} s: {use}, where {self._asked} bytes were asked for")
+        if use.shared > MEMORY or use.shared + use.server > MEMORY + MORE:
+            self.wrong.append(f"after {at:.0f} s: {use}, where {MEMORY} bytes were asked for")
         if at >= self._shown:
             self._shown = at + SHOWN_EVERY
-            own = sum(self._looks[pid][-1].rss for pid in self._pids) / max(1, len(self._pids))
-            print(f"{at:6.0f} s  shared {mib(use.shared)} of {mib(self._asked)} MiB  server {mib(use.server)} MiB, "
-                  f"{self._looks[self._server.process.pid][-1].fds} fds  a client {mib(own)} MiB", flush=True)
+            own, theirs = self._own[-1], self._theirs[-1]
+            print(f"{at:6.0f} s  shared {mib(use.shared)} of {mib(MEMORY)} MiB  the server {mib(own.rss)} MiB, "
+                  f"{own.fds} fds  its clients {mib(theirs.rss)} MiB, {theirs.fds} fds", flush=True)
 
-    def ended(self) -> list[str]:
-        """What was wrong, and what has grown."""
-        for pid, looks in self._looks.items():
-            name = "the server" if pid == self._server.process.pid else "a client"
+    def ended(self, *, one_server: bool = True) -> list[str]:
+        """What was wrong, and what has grown. ``one_server``: it has lived all the time."""
+        for name, looks in (("the server", self._own if one_server else []), ("the clients", self._theirs)):
             compared = looks[len(looks) // WARM :]
-            self.wrong += [f"{name}: {sentence}" for sentence in differences(compared)]
-            if compared:
+            if compared and any(one.rss for one in compared):
+                self.wrong += [f"{name}: {sentence}" for sentence in differences(compared)]
                 first, last = compared[0], compared[-1]
                 print(f"{name}: {mib(first.rss)} to {mib(last.rss)} MiB, {first.fds} to {last.fds} fds", flush=True)
         return self.wrong
@@ -90,9 +94,9 @@ def bad(found: dict[str, int]) -> list[str]:
 async def crowded(server: HostProcess, seed: int, seconds: float) -> list[str]:
     """Eight clients and two stresses for so long. Returns what was wrong."""
     with Crowd(server, seed, seconds) as crowd:
-        watched, began = Watched(server, [one.pid for one in crowd.clients], MEMORY), time.monotonic()
+        watched = Watched(server, [one.pid for one in crowd.clients])
         while crowd.together:
-            await asyncio.to_thread(watched.look, time.monotonic() - began, [one.pid for one in crowd.stresses])
+            await asyncio.to_thread(watched.look, [one.pid for one in crowd.stresses])
             await asyncio.sleep(1.0)
         moved, asking = await asyncio.to_thread(crowd.reports)
     wrong = watched.ended() + [sentence for found in moved for sentence in bad(found)]
@@ -108,12 +112,12 @@ async def crowded(server: HostProcess, seed: int, seconds: float) -> list[str]:
 
 async def clients_killed(server: HostProcess, seed: int, kills: int, end: float) -> list[str]:
     """Kill up to so many clients, as long as there is time. Returns what was wrong."""
-    watched, began, killed = Watched(server, [], MEMORY), time.monotonic(), 0
+    watched, killed = Watched(server, []), 0
     while killed < kills and time.monotonic() < end:
         await killed_clients(server, seed + killed, AT_A_TIME)
         killed += AT_A_TIME
         await insist_on_every_slot(server)
-        watched.look(time.monotonic() - began)
+        watched.look()
     witness = await asyncio.to_thread(ClientProcess, server.path, seed, 5.0)
     found = await asyncio.to_thread(witness.report)
     counts = await insist_on_every_slot(server)
@@ -123,42 +127,34 @@ async def clients_killed(server: HostProcess, seed: int, kills: int, end: float)
 
 async def servers_killed(server: HostProcess, seed: int, kills: int, end: float) -> list[str]:
     """Kill the server up to so many times, as long as there is time, under two clients. Returns what was wrong."""
-    restarts, wrong = 0, list[str]()
+    restarts = 0
     await server.counts()
-    clients = [await asyncio.to_thread(ClientProcess, server.path, seed + n, end - time.monotonic()) for n in range(2)]
-    watched, began = Watched(server, [], MEMORY), time.monotonic()
-    owned: dict[int, list[Look]] = {one.pid: [] for one in clients}
-    while restarts < kills and time.monotonic() < end - 5:
+    clients = [await asyncio.to_thread(ClientProcess, server.path, seed + n, 3600.0) for n in range(2)]
+    watched = Watched(server, [one.pid for one in clients])
+    while restarts < kills and time.monotonic() < end:
         await killed_servers(server, seed + restarts, 1, clients)
         restarts += 1
-        for pid, looks in owned.items():
-            looks.append(look(time.monotonic() - began, pid))
-        use = memory_use(server, owned)
-        if use.shared > MEMORY:  # a client that kept the memory of a server that is dead
-            watched.wrong.append(f"after {restarts} restarts: {use}")
-        if restarts % AT_A_TIME == 0:
-            print(f"{restarts} servers killed: {use}, clients {[mib(looks[-1].rss) for looks in owned.values()]} MiB",
-                  flush=True)
-    for looks in owned.values():
-        wrong += [f"a client: {sentence}" for sentence in differences(looks[len(looks) // WARM :])]
+        watched.look()  # a client that kept the memory of a server that is dead would have more than was asked for
+    for one in clients:
+        one.end()
     reports = [await asyncio.to_thread(one.report) for one in clients]
     print(f"{restarts} of {kills} servers killed: {reports}", flush=True)
     await insist_on_every_slot(server)
-    return [*wrong, *watched.wrong, *(sentence for found in reports for sentence in bad(found))]
+    return watched.ended(one_server=False) + [sentence for found in reports for sentence in bad(found)]
 
 
 async def soak(seconds: float, clients: int, servers: int, seed: int) -> list[str]:
     """Return what was wrong."""
-    began, wrong = time.monotonic(), list[str]()
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with server_process(socket_path(), str(MEMORY), log=log) as server:
             await server.counts()
             wrong += await crowded(server, seed, seconds / 2)
-            wrong += await clients_killed(server, seed, clients, began + seconds * 3 / 4)
+            wrong += await clients_killed(server, seed, clients, time.monotonic() + seconds / 4)
         store = f"file:{folder}/kv?capacity=64MiB"
         with server_process(socket_path(), str(MEMORY), "--storage", store, log=log) as server:
-            wrong += await servers_killed(server, seed, servers, began + seconds)
+            wrong += await servers_killed(server, seed, servers, time.monotonic() + seconds / 4)
         if wrong:
             print(log.read_text()[-10_000:])
     return wrong

@@ -1,12 +1,13 @@
 """The part of the driver that the CUDA device uses: cupy's streams and events, its calls of the CUDA runtime, and those
 of ``libcuda``. The tests' simulated driver is a subclass.
 
-No call waits for the device's work except ``event_synchronize``, ``stream_synchronize`` and ``device_tensor``;
-``host_register`` and ``host_alloc`` wait for the system. A call that may take long lets go of the GIL. Addresses are
-integers, and handles are whatever the driver makes. ``copy``, ``launch``, ``event_synchronize`` and
-``stream_synchronize`` come only from threads that have called ``use_device``. Every other call may come from any
-thread, leaves that thread's current device as it is, and harms no graph that is captured elsewhere. All errors are
-raised as ``DriverError``.
+* Waiting: ``event_synchronize``, ``stream_synchronize`` and ``device_tensor`` wait for the device's work, and
+  ``host_register`` and ``host_alloc`` for the system. No other call waits. A call that may take long lets go of the
+  GIL.
+* Threads: ``copy``, ``launch``, ``event_synchronize`` and ``stream_synchronize`` come only from threads that have
+  called ``use_device``. Every other call may come from any thread, leaves that thread's current device as it is, and
+  harms no graph that is captured elsewhere.
+* Values: addresses are integers, and handles are whatever the driver makes. Every error is a ``DriverError``.
 
 Without a GPU ``import cupy`` works, but every call of cupy raises. So ``find`` checks once what this machine lacks, and
 says it in one sentence.

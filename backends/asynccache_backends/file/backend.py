@@ -1,6 +1,6 @@
 """The file backend: pages in segment files in one folder, for one process at a time.
 
-Laws:
+What always holds:
 * Nothing is overwritten. A page is written once, together with others, and its room comes back with its whole segment.
 * The index in memory says which pages are stored. It can be rebuilt from the files, after a crash, too.
 * A page can be read as soon as it is written. It survives a power loss once ``flush`` or ``aclose`` has synced it.

@@ -1,7 +1,7 @@
 """The files of one store: plain, private files, which are reached through the descriptor of their folder, and the bytes
 of pages on their way between them and memory.
 
-Laws:
+What always holds:
 * Every name is looked up in the folder that was opened. If that folder is renamed or replaced while a store uses it,
   the store goes on with its files and makes none in the folder that has the name now.
 * Only plain files are opened. If a FIFO, a socket, a device, a folder or a symbolic link has the name of a store's

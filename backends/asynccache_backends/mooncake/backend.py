@@ -1,6 +1,6 @@
 """The Mooncake backend.
 
-Laws:
+What always holds:
 * A page is one object, and is written once. A put of a key that exists changes nothing and is a HIT.
 * The client's calls block, so they are made in threads, each for a batch of pages. Cancelling a call waits for them;
   the client's own time-outs (``client.ENVIRONMENT``) limit how long that can take.

@@ -1,6 +1,6 @@
 """The object store backend: pages in packs, found by an index in memory. Many processes may share one bucket.
 
-Laws:
+What always holds:
 * An object is written once, under a name that is never used again, and is never replaced. So what is read of it is
   right, or it is missing.
 * After a HIT from a put the pack is stored, so there is nothing to flush.

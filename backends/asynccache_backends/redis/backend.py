@@ -1,6 +1,6 @@
 """The Redis backend, for one server or a cluster. Each page is one string value under ``<prefix><32 bytes>``.
 
-Laws:
+What always holds:
 * A value that exists stays as it is (SET NX).
 * Only keys that begin with this prefix and have the length of a page's name are listed or cleared.
 * A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
