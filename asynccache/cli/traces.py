@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgspec
-import numpy as np
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
@@ -391,6 +390,8 @@ def arrivals(trace: Trace, speed: float) -> list[float]:
 
     Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
     """
+    import numpy as np  # here: --help answers without it
+
     count = len(trace.requests)
     if not speed:
         return [0.0] * count
