@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 def conversations(trace: Trace) -> tuple[list[list[Prompt]], set[int]]:
     """The trace's requests by conversation, and which keys are heads. A conversation is named by its first block that
-    is no head."""
+    is no head. ``before`` of a prompt: its blocks that earlier ones of the conversation have, and heads."""
     paths = list(paths_of(trace))
     children: dict[int, set[int]] = {}
     for path in paths:
@@ -108,7 +108,12 @@ def conversations(trace: Trace) -> tuple[list[list[Prompt]], set[int]]:
         for number, (at, path, request) in enumerate(zip(arrivals(trace, 1.0), paths, trace.requests, strict=True))
     ]
     prompts.sort(key=lambda prompt: (prompt.conversation, prompt.at))
-    return [list(one) for _, one in groupby(prompts, key=lambda prompt: prompt.conversation)], heads
+    texts, seen = [list(one) for _, one in groupby(prompts, key=lambda prompt: prompt.conversation)], set(heads)
+    for text in texts:
+        for place, prompt in enumerate(text):
+            text[place] = prompt._replace(before=sum(key in seen for key in prompt.path))
+            seen.update(prompt.path)
+    return texts, heads
 
 
 def fleet_load(trace: Trace, tokens: float, seed: int, share: float = 1.0) -> list[Prompt]:
@@ -124,17 +129,12 @@ def fleet_load(trace: Trace, tokens: float, seed: int, share: float = 1.0) -> li
         for number in order:
             copy += 1
             begin = rng.uniform(0, end) - texts[number][0].at
-            had: Sequence[int] = ()
-            for at, _, path, length, _ in texts[number]:
+            for at, _, path, length, before in texts[number]:
                 total += length
-                before, had = had, path
                 if share < 1 and rng.random() >= share:
                     continue
                 keys = tuple(key if key in heads else key + copy * stride for key in path)
-                known = 0 if share == 1 else next(
-                    (place for place, (key, old) in enumerate(zip(path, before, strict=False)) if key != old),
-                    min(len(path), len(before)))  # fmt: skip
-                made.append(Prompt((at + begin) % end, copy, keys, length, known))
+                made.append(Prompt((at + begin) % end, copy, keys, length, 0 if share == 1 else before))
             if total >= tokens:
                 break
     made.sort(key=lambda prompt: prompt.at)
@@ -397,6 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"\nthe shared store: GB/s read and written, pages of {asked.page} tokens a second\n")
         sys.stdout.writelines(carried(row, page_bytes) for row in found if row.store)
     if asked.svg is not None:
+        asked.svg.mkdir(parents=True, exist_ok=True)
         for figure in figures([row for row in found if row.together == 1], page_bytes):
             (asked.svg / f"{figure.name}.svg").write_text(drawing(figure))
     return 0

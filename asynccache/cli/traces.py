@@ -390,6 +390,8 @@ def arrivals(trace: Trace, speed: float) -> list[float]:
 
     Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
     """
+    import numpy as np  # here: --help answers without it
+
     count = len(trace.requests)
     if not speed:
         return [0.0] * count
