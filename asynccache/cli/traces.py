@@ -390,13 +390,11 @@ def arrivals(trace: Trace, speed: float) -> list[float]:
 
     Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
     """
-    import numpy as np  # here: --help answers without it
+    import numpy as np  # here, because --help answers without it, and `serve` shares this module's options
 
     count = len(trace.requests)
     if not speed:
         return [0.0] * count
-    import numpy as np  # `serve` shares this module's options and needs no NumPy
-
     stamps = np.maximum.accumulate([request.timestamp for request in trace.requests])
     ticks, first = np.unique(stamps - stamps[0], return_index=True)
     end = ticks[-1] + (ticks[-1] - ticks[-2] if len(ticks) > 1 else 0.0)  # the last tick is as long as the one before
