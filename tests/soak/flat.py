@@ -61,17 +61,18 @@ def look(at: float, pid: int | None = None) -> Look:
     return Look(at, (resident - of_files) * os.sysconf("SC_PAGESIZE"), fds, threads, tasks)
 
 
-def differences(looks: Sequence[Look]) -> Iterator[str]:
-    """What is not as it was, in sentences. ``looks`` are those after the warm-up."""
+def differences(looks: Sequence[Look], tolerance: float = TOLERANCE) -> Iterator[str]:
+    """What is not as it was, in sentences. ``looks`` are those after the warm-up. ``tolerance``: the share by which
+    memory may differ."""
     quarter = len(looks) // 4
     if not quarter:
         yield f"there are {len(looks)} samples, too few to compare: give it more --seconds"
         return
     first, last = looks[:quarter], looks[-quarter:]
     before, after = (median(one.rss for one in part) for part in (first, last))
-    if abs(after / before - 1) > TOLERANCE:
+    if abs(after / before - 1) > tolerance:
         yield (f"resident memory went from {before / 2**20:.1f} MiB to {after / 2**20:.1f} MiB, by "
-               f"{after / before - 1:+.1%}; at most {TOLERANCE:.0%} is flat")
+               f"{after / before - 1:+.1%}; at most {tolerance:.0%} is flat")
     for name, most in MOST_MORE.items():
         before, after = (median(getattr(one, name) for one in part) for part in (first, last))
         if abs(after - before) > most:
