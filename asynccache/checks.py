@@ -25,6 +25,7 @@ _E = TypeVar("_E", bound=Enum)
 MOST_SHOWN = 80
 INT32_MAX = 2**31 - 1
 
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.!+_-]{0,63}")
 _SCALAR = re.compile(r"(?:torch\.)?[ub]?(?P<kind>int|float|bool)\d*")
 
 
@@ -107,6 +108,19 @@ def text(name: str, value: object, *, empty: bool = True) -> str:
     except UnicodeEncodeError:
         raise _refused(name, value, "is no text that has UTF-8") from None
     return value if type(value) is str else str.__str__(value)
+
+
+def version(name: str, value: object) -> str:
+    """Return ``value``, the version of a package as that package tells it: a digit, and letters, digits and ``.!+_-``
+    behind it, 64 characters at most.
+
+    Raises:
+        ConfigError: the value is no such text.
+    """
+    found = text(name, value)
+    if not _VERSION.fullmatch(found):
+        raise _refused(name, value, "must be a version, as in '0.32.0'")
+    return found
 
 
 def integers(name: str, value: object) -> list[int]:

@@ -3,7 +3,7 @@
 ``make compiled`` and a wheel with a compiled core (``hatch_build.py``) put the extension modules into ``FOLDER``. There
 is one such folder for each kind of interpreter, and each has a file with the digest of the source it was compiled from.
 
-Law: the compiled core runs only if it was made for this interpreter and from the very source that is installed here,
+The compiled core runs only if it was made for this interpreter and from the very source that is installed here,
 and ``ASYNCCACHE_PURE`` is not set. Otherwise the source runs. Compiled and pure modules of the core are never mixed,
 except for ``PURE_MODULES``, which are never compiled.
 """

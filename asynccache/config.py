@@ -144,9 +144,10 @@ def _numbers(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 
 class _Pool(Settings, frozen=True, kw_only=True):
-    """The settings of every pool. ``pool``: the name of a component's pool and of its table in a file."""
+    """The settings of every pool."""
 
     pool: ClassVar[str] = ""
+    """The name of the component's pool, and of its table in a file."""
     kind: ClassVar[ComponentKind]
 
     layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS, description=(
@@ -352,31 +353,31 @@ class Sidecar(_Pool, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """One pool, with all that follows from the settings.
-
-    ``bytes_per_page``: bytes of one page, all ``layers`` together; 0 for a logical pool, which has slots, but no memory
-    and nothing in storage. ``component``: the component whose slots index the pool. This is the pool's own component,
-    or for a sidecar the one to which ``indices_from`` leads. ``device_pages`` and ``host_pages``: how many slots that
-    component has on each tier. ``replicated``: the directions (``"tp"``, ``"cp"``) in which ranks hold the same bytes.
-    ``shapes``: the shapes of the tensors of ``dtype`` in a page of one layer; none: a page is bytes.
-    ``shard``: a name for the part of every page that this rank holds; it is part of the storage key. ``writes``:
-    whether this rank is the one that writes the pages to a store which several ranks share.
-    """
+    """One pool, with all that follows from the settings."""
 
     name: str
     component: ComponentKind
+    """The component whose slots index the pool. This is the pool's own component, or for a sidecar the one to which
+    ``indices_from`` leads."""
     bytes_per_page: int
+    """Bytes of one page, all ``layers`` together; 0 for a logical pool, which has slots, but no memory and nothing in
+    storage."""
     layers: int
     device_pages: int
     host_pages: int
+    """How many slots the component has on the host; ``device_pages``: on the device."""
     hit_policy: HitPolicy
     indices_from: str | None = None
     replicated: tuple[str, ...] = ()
+    """The directions (``"tp"``, ``"cp"``) in which ranks hold the same bytes."""
     dtype: str = "uint8"
     covers: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the tensors of ``dtype`` in a page of one layer; none: a page is bytes."""
     shard: str = "replicated"
+    """A name for the part of every page that this rank holds; it is part of the storage key."""
     writes: bool = True
+    """Whether this rank is the one that writes the pages to a store which several ranks share."""
 
     @property
     def model_layers(self) -> tuple[int, ...]:
@@ -403,13 +404,13 @@ class PoolSpec:
 class CacheConfig(Settings, frozen=True, kw_only=True):
     """All settings of an ``AsyncCache``. Each field says what it means; docs/configuration.md has them in tables.
 
-    ``components``: one ``Full``, then at most one ``SlidingWindow``, then at most one ``Mamba``.
     Times are in seconds. Sizes are in tokens unless the setting's name says otherwise.
     """
 
     model: Annotated[str, Meta(min_length=1, description=(
         "A name for the weights; models with different names never share pages."))]
     components: tuple[Component, ...]
+    """One ``Full``, then at most one ``SlidingWindow``, then at most one ``Mamba``."""
     sidecars: tuple[Sidecar, ...] = ()
     page_size: Annotated[int, Meta(ge=1, le=MOST_PAGE, description="Tokens in a page, the unit of every tier.")] = 16
     device: Annotated[str, Meta(description=(

@@ -42,11 +42,12 @@ EVERY |= {("components", name): fields_of(cls) for name, cls in COMPONENTS.items
 
 
 class Given(NamedTuple):
-    """A value as a source has it. ``text``: whether the source can only write text, as the environment does."""
+    """A value as a source has it."""
 
     value: Any
     origin: str
     text: bool = False
+    """Whether the source can only write text, as the environment does."""
 
 
 class Effective(NamedTuple):

@@ -43,24 +43,25 @@ class CopyFailed(AsyncCacheError):
 
 
 class RankFailure(AsyncCacheError):
-    """A rank of a group is gone, silent, or cannot go on. ``reason``: which of these, in words. ``rank``: the rank's
-    number; None if the process has no number, or none is known."""
+    """A rank of a group is gone, silent, or cannot go on."""
 
     def __init__(self, reason: str, rank: int | None = None) -> None:
         super().__init__(reason if rank is None else f"rank {rank}: {reason}")
         self.reason = reason
+        """What happened to the rank, in words."""
         self.rank = rank
+        """The rank's number; None if the process has no number, or none is known."""
 
 
 class BatchFailed(AsyncCacheError):
-    """An engine could not run batch ``number``; what it was to compute has left the cache. ``reasons``: what each rank
-    said that could not run it, by the rank's number."""
+    """An engine could not run batch ``number``; what it was to compute has left the cache."""
 
     def __init__(self, number: int, reasons: Mapping[int, str]) -> None:
         said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
         super().__init__(f"batch {number}: {said}")
         self.number = number
         self.reasons = dict(reasons)
+        """What each rank said that could not run it, by the rank's number."""
 
 
 class BackendError(AsyncCacheError):

@@ -47,17 +47,11 @@ def _redacted(url: str) -> str:
     location, mark, query = url.partition("?")
     scheme, colon, path = location.partition(":")
     slashes = path[:2] if path.startswith("//") else ""
-    shown = scheme + colon + slashes + _host_part(path[len(slashes) :])
-    return shown + _IN_QUERY.sub(_option, mark + query)
-
-
-def _host_part(path: str) -> str:
-    """Hide all that stands before the host, which begins behind the last ``@``, since a password may have an ``@`` in
-    it. An absolute path of a file is returned as it is: there is no user in it."""
-    _, at, host = path.rpartition("@")
-    if not at or path.startswith("/"):
-        return path
-    return f"{HIDDEN}@{host}"
+    path = path[len(slashes) :]
+    _, at, host = path.rpartition("@")  # the host begins behind the last "@", since a password may have one in it
+    if at and not path.startswith("/"):  # an absolute path of a file has no user in it
+        path = f"{HIDDEN}@{host}"
+    return scheme + colon + slashes + path + _IN_QUERY.sub(_option, mark + query)
 
 
 def _option(match: re.Match[str]) -> str:

@@ -58,18 +58,20 @@ turn into a number, since they know how many bytes a token has."""
 
 
 class Field(NamedTuple):
-    """The declaration of a setting. ``hint``: its annotation. ``kinds``: the types that its value may have, without
-    None; ``optional``: whether it may be None. ``extra``: what the annotation says besides. Of that ``parse`` reads the
-    setting, given its name and its text, where the type does not say how; and ``choices`` returns the texts that it may
-    be, where there may be more of them later."""
+    """The declaration of a setting."""
 
     hint: Any
+    """The setting's annotation."""
     kinds: tuple[Any, ...]
+    """The types that the value may have, without None."""
     optional: bool
+    """Whether the value may be None."""
     required: bool
     default: Any
     meaning: str
     extra: Mapping[str, Any]
+    """The annotation's ``Meta.extra``. ``parse`` reads the setting, given its name and its text, where the type does
+    not say how. ``choices`` returns the texts that it may be, where more of them may come later."""
 
     @property
     def choices(self) -> tuple[str, ...]:

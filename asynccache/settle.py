@@ -1,7 +1,7 @@
 """Work that uses the caller's buffers: waiting for it, counting it, and the threads that do it.
 
-Law: even a waiter that is cancelled returns only when the work has ended. A future is *settled* here when it is done:
-with a result, with an error, or cancelled.
+A waiter that is cancelled still returns only when the work has ended: until then the buffers are in use. A future is
+*settled* here when it is done: with a result, with an error, or cancelled.
 
 A ``ThreadPool`` has a few threads that do blocking work for one event loop. Work begins in the order in which it was
 handed in. This is what ``loop.run_in_executor`` does with a ``ThreadPoolExecutor``, at half the price: a call takes

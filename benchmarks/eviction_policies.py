@@ -7,6 +7,11 @@ with half of the room on a host. A row has both hit ratios in points (blocks tha
 prompts), their difference, and how much of the way from ``lru`` to the offline optimum of that size ``p2c`` goes.
 
 The exit status is 1 if some row breaks the law.
+
+``--ends``: instead, what it brings to tell the cache that conversations are over: the trace alone, on the device alone,
+with no conversation's end told, half of them (drawn with a seed) and all, under both policies, and in the page table of
+a host process, which knows keys and no prefixes; there a hint names what comes after the last fork, as the vLLM tier
+does. A conversation's last request is the one whose prompt no later one has whole.
 """
 
 from __future__ import annotations
@@ -15,17 +20,21 @@ import argparse
 import json
 import random
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
+from asynccache_vllm.hints import Successors
 
 from asynccache.cli.hit_curves import BlockPath, next_uses, optimum, policy_hits
-from asynccache.cli.traces import BLOCK_TOKENS, arrivals, paths_of, read_trace
+from asynccache.cli.traces import BLOCK_TOKENS, Trace, arrivals, paths_of, read_trace, survey
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import Outcome, Plan, Status, Wait, operations
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from asynccache.host.memory import UNIT, layout_of, units_of
+from asynccache.host.pages import PageTable, Writer
 from benchmarks.parsing import integer, listed
 
 ALLOWED = 0.2
@@ -138,6 +147,51 @@ def rows(trace: Workload, sizes: Sequence[int]) -> Iterator[Row]:
                 yield Row(name, size, host, 100 * lru / looked_up, 100 * p2c / looked_up, way)
 
 
+SHARES = (0.0, 0.5, 1.0)
+PAGE = 3 * UNIT
+
+
+def ends(trace: Trace, share: float) -> list[bool]:
+    """Return of which requests the cache is told that they are their conversations' last: so large a ``share``."""
+    draws = random.Random(0)
+    return [last and draws.random() < share for last in survey(trace).last]
+
+
+def host_hits(paths: Sequence[BlockPath], size: int, ended: Sequence[bool]) -> int:
+    """Return how many blocks of prompts are found, before the first that is not, in a host process of ``size``
+    blocks."""
+    table_of = layout_of((size + 64) * (PAGE + 256) + (1 << 20))
+    table, writer, following = PageTable(table_of, array("Q", bytes(8 * table_of.slots))), Writer("w"), Successors()
+    table.grow(size * units_of(PAGE))
+    label, found = table.label(""), 0
+    for path, over in zip(paths, ended, strict=True):
+        keys = [key.to_bytes(HASH_BYTES, "little") for key in path]
+        hits = next((at for at, key in enumerate(keys) if key not in table.index), len(keys))
+        found += hits
+        table.touch(keys[:hits])
+        for at in range(len(keys) - 1, hits - 1, -1):
+            place = None if keys[at] in table.index else table.reserve(writer, keys[at], "", PAGE, label)
+            if place is not None:
+                table.publish(writer, place, 0.0)
+        table.touch(keys)
+        following.note(keys)
+        if over:
+            table.ended(following.private(keys))
+    return found
+
+
+def ends_table(trace: Trace, sizes: Sequence[int]) -> Iterator[str]:
+    """Yield the table of hit ratios with so many ends told."""
+    paths, times = list(paths_of(trace)), arrivals(trace, 1.0)
+    told, looked_up = [ends(trace, share) for share in SHARES], sum(map(len, paths))
+    yield f"{'blocks':>8}  {'':8}" + "".join(f"{f'{share:.0%} told':>12}" for share in SHARES)
+    for size in sizes:
+        for name in ("lru", "p2c", "host"):
+            found = [host_hits(paths, size, over) if name == "host" else
+                     policy_hits(paths, size, name, times, ended=over) for over in told]  # fmt: skip
+            yield f"{size:>8,}  {name:8}" + "".join(f"{one / looked_up:>12.4f}" for one in found)
+
+
 def line(row: Row) -> str:
     """Return the row as a line of the table; one that breaks the law is marked."""
     way = "" if row.way is None else f"{row.way:.0f} %"
@@ -154,8 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="room in blocks of 512 tokens, host included (default: %(default)s)")
     parser.add_argument("--limit", type=integer(1), metavar="N", help="use the first N requests of the trace only")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
+    parser.add_argument("--ends", action="store_true", help="what it brings to tell that conversations are over")
     args = parser.parse_args(arguments)
     requests = read_trace(args.trace, args.limit)
+    if args.ends:
+        for text in ends_table(requests, args.sizes):
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        return 0
     trace = Workload(list(paths_of(requests)), arrivals(requests, 1.0))
     if not args.json:
         sys.stdout.write(f"{'workload':32}{'blocks':>8}{'host':>6}{'lru':>9}{'p2c':>9}{'points':>9}{'way':>7}\n")

@@ -2,8 +2,10 @@
 
 Both servers and all clients are processes of their own, and CPU is that of client and server together, in µs a page,
 user and system. Each round measures all of them, so that other work of the machine slows all alike; medians are shown.
-A first pass is not counted: in it every client touches the shared memory for the first time. ``raw`` is the backend
-alone, ``checked`` with its ``CheckedStore``. ``--clients N`` has N clients move pages at the same time, each its own.
+In the first pass every client touches the shared memory for the first time; it is shown as ``first``, and not counted
+with the others. ``raw`` is the backend alone, ``checked`` with its ``CheckedStore``. ``--clients N`` has N clients move
+pages at the same time, each its own. ``--huge`` measures a second host process as well, in huge pages, which must be
+reserved (the command says how many if they are not).
 """
 
 from __future__ import annotations
@@ -165,6 +167,8 @@ async def client(urls: Sequence[tuple[str, str, int]], size: int, total: int, na
                 for verb, figures in (await passes(store, backend, load, pid, checked=checked)).items():
                     if number:
                         found.setdefault(f"{what} {'checked' if checked else 'raw'} {verb}", []).append(figures)
+                    elif what.startswith("host") and not checked and verb in ("put", "get"):
+                        found[f"{what} raw {verb}, first"] = [figures]
         for verb, figures in copies(load).items():
             if number:
                 found.setdefault(f"memcpy raw {verb}", []).append(figures)
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--bytes", default="128MiB", help="of each client, in a pass")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=1)
+    parser.add_argument("--huge", action="store_true", help="measure a host process in huge pages, too")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--as-client", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -192,11 +197,14 @@ def main() -> None:
         sys.stdout.write(json.dumps(found))
         return
     folder = tempfile.mkdtemp(prefix="kv")
-    memory = max(1 << 30, 3 * given.clients * total)
-    host = subprocess.Popen([sys.executable, "-m", "asynccache", "serve", "--quiet", "--listen", f"unix:{folder}/h",
-                             "--memory", str(memory)])  # fmt: skip
-    servers = [("host", f"host:{folder}/h", host.pid)]
-    processes = [host]
+    memory = max(256 << 20, 3 * given.clients * total)
+    servers, processes = [], []
+    for name, more in (("host", []), ("host huge", ["--huge"]))[: 2 if given.huge else 1]:
+        path = f"{folder}/{len(processes)}"
+        process = subprocess.Popen([sys.executable, "-m", "asynccache", "serve", "--quiet", "--listen", f"unix:{path}",
+                                    "--memory", str(memory), *more])  # fmt: skip
+        processes.append(process)
+        servers.append((name, f"host:{path}", process.pid))
     if shutil.which("redis-server"):
         redis = subprocess.Popen(["redis-server", "--port", "0", "--unixsocket", f"{folder}/r", "--save", "",
                                   "--appendonly", "no", "--io-threads", "1"], stdout=subprocess.DEVNULL)  # fmt: skip
@@ -204,9 +212,12 @@ def main() -> None:
         os.environ["REDIS_SOCKET"] = f"{folder}/r"
         servers.append(("redis", f"redis://{NOWHERE}:6379", redis.pid))
     try:
-        while not os.path.exists(f"{folder}/h"):
-            time.sleep(0.05)
-        time.sleep(memory / (1 << 30))  # it allocates
+        for number in range(2 if given.huge else 1):
+            while not os.path.exists(f"{folder}/{number}"):
+                if processes[number].poll() is not None:
+                    raise SystemExit(f"{memory >> 21} huge pages are wanted: sysctl vm.nr_hugepages={memory >> 21}")
+                time.sleep(0.05)
+        time.sleep(memory / (1 << 30))  # they allocate
         words = [sys.executable, "-m", "benchmarks.host", "--page-size", given.page_size, "--bytes", given.bytes,
                  "--rounds", str(given.rounds)]  # fmt: skip
         running = [subprocess.Popen([*words, "--as-client", json.dumps(servers), str(n)], stdout=subprocess.PIPE)

@@ -7,7 +7,8 @@ the time, ``changing`` from mostly one of them for a while and then from another
 With a trace (the Mooncake format): how many of a prompt's blocks are found before the first that is not, by policy. The
 server knows keys and no prefixes, so all policies here have flat keys. ``reversed`` is recency with a call's pages used
 in reverse, which the server does. ``classes`` is recency by class: blocks that were found again go after all that never
-were, up to four fifths of the memory.
+were, up to four fifths of the memory. ``p2c's classes`` are those of the cache's own policy, with what each is worth at
+which age.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+from asynccache.core.policies import Curves, bin_of
 from asynccache.host.memory import layout_of
 from asynccache.host.pages import PageTable, Writer
 
 SIZES = (72 << 10, 328 << 10, (2 << 20) + 4096)
 MEMORY = 2 << 30
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+CLASS_OF = (0, 0, 1, 2, 3, 3, 3, 4)
+"""By uses after the first: p2c's classes without those of forks."""
 
 
 def draws(mixed: bool, count: int, random: Random) -> Iterator[tuple[int, int]]:
@@ -66,7 +70,7 @@ def extents(mixed: bool, count: int) -> tuple[float, float, float]:
         else:
             place = table.reserve(writer, key, "", size, label)
             assert place is not None
-            table.publish(writer, place.slot, 0.0)
+            table.publish(writer, place, 0.0)
         if measured and at % 1000 == 0:
             used.append(1 - table.free_bytes / (layout.units * 4096))
     return hits / (count - count // 2), found / (count - count // 2), sum(used) / len(used)
@@ -180,10 +184,57 @@ class Queues:
         del self.uses[key]
 
 
-def found_blocks(prompts: Sequence[Sequence[int]], cache: Policy, *, reverse: bool) -> float:
-    """Return the share of blocks that are found before the first of their prompt that is not."""
+class Worth:
+    """p2c's classes by use and their curves (``asynccache.core.policies``), without its tree: no forks are known, and
+    of each class only the oldest page may go; the newest is the head of a prompt here, and no leaf."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.now, self.asked = room, 0, 0
+        self.curves, self.kinds = Curves(), [OrderedDict[int, None]() for _ in range(max(CLASS_OF) + 1)]
+        self.pages, self.ghosts = dict[int, tuple[int, int]](), OrderedDict[int, tuple[int, int]]()
+
+    def begin(self, now: int) -> None:
+        """A request comes, at ``now`` in µs."""
+        self.now = now
+        self.asked += 1
+        if self.asked % 100 == 0:
+            self.curves.learn(now)
+
+    def ask(self, key: int) -> bool:
+        return key in self.pages
+
+    def add(self, key: int) -> None:
+        uses, known = 0, self.pages.get(key)
+        if known is not None:
+            del self.kinds[CLASS_OF[known[0]]][key]
+        else:
+            known = self.ghosts.pop(key, None)
+        if known is not None:
+            self.curves.use(CLASS_OF[known[0]], known[1], self.now, 1)
+            uses = min(7, known[0] + 1)
+        self.pages[key] = uses, self.now
+        self.kinds[CLASS_OF[uses]][key] = None
+        self.curves.begin(CLASS_OF[uses], 1)
+        if len(self.pages) > self.room:
+            oldest = [(self._worth(next(iter(pages))), at) for at, pages in enumerate(self.kinds) if pages]
+            gone = self.kinds[min(oldest)[1]].popitem(last=False)[0]
+            self.ghosts[gone] = self.pages.pop(gone)
+        if len(self.ghosts) > 8 * self.room:
+            uses, last = self.ghosts.popitem(last=False)[1]
+            self.curves.give_up(CLASS_OF[uses], last, self.now, 1)
+
+    def _worth(self, key: int) -> float:
+        uses, last = self.pages[key]
+        return self.curves.worth[CLASS_OF[uses]][bin_of(self.now - last)]
+
+
+def found_blocks(prompts: Sequence[tuple[int, Sequence[int]]], cache: Policy, *, reverse: bool) -> float:
+    """Return the share of blocks that are found before the first of their prompt that is not. ``prompts``: when they
+    came, in µs, and their blocks."""
     found = total = 0
-    for prompt in prompts:
+    for now, prompt in prompts:
+        if isinstance(cache, Worth):
+            cache.begin(now)
         total += len(prompt)
         hits = 0
         while hits < len(prompt) and cache.ask(prompt[hits]):
@@ -196,7 +247,7 @@ def found_blocks(prompts: Sequence[Sequence[int]], cache: Policy, *, reverse: bo
 
 POLICIES: dict[str, tuple[Callable[[int], Policy], bool]] = {
     "recency": (Recency, False), "reversed": (Recency, True), "classes": (Classes, True), "SIEVE": (Sieve, True),
-    "S3-FIFO": (Queues, True),
+    "S3-FIFO": (Queues, True), "p2c's classes": (Worth, True),
 }  # fmt: skip
 
 
@@ -211,8 +262,9 @@ def main() -> None:
         of_ideal = f"{hits:.3f} ({hits / ideal:.3f} of it)"
         sys.stdout.write(f"extents, {name:<9} ideal {ideal:.3f}  hits {of_ideal}  used {used:.3f}\n")
     for trace in given.traces:
-        prompts = [json.loads(line)["hash_ids"] for line in Path(trace).read_text().splitlines()]
-        unique = len({key for prompt in prompts for key in prompt})
+        lines = map(json.loads, Path(trace).read_text().splitlines())
+        prompts = [(int(line["timestamp"] * 1000), line["hash_ids"]) for line in lines]
+        unique = len({key for _, prompt in prompts for key in prompt})
         sys.stdout.write(f"{trace}: {len(prompts)} prompts, {unique} blocks\n")
         for share in SHARES:
             row = [f"{name} {found_blocks(prompts, make(max(10, int(unique * share))), reverse=reverse):.3f}"

@@ -33,8 +33,12 @@ PARTS = (
     "tests/cuda/test_cuda_kernel_on_cpu.py", "tests/packaging/test_release.py", "tests/packaging/test_compiled.py",
     "tests/engine/test_engine_loads.py::test_processes_that_serve_at_the_same_time_share_one_store",
 )  # fmt: skip
-LEFT_OUT = ("test_required.py", "test_failures_file.py", "test_failures_s3.py")
-"""Of ``tests/stores``: the one that does the same, and two that take long and need no program but Python."""
+LEFT_OUT = (
+    "test_required.py", "test_failures.py::test_a_full_folder", "test_failures.py::test_calls_that_fail_and_lie",
+    "test_failures.py::test_an_s3_server_hung_over_its_quota_and_slow",
+    "test_faults.py::test_a_fault_costs_calls_and_nothing_else",
+)  # fmt: skip
+"""Of ``tests/stores``: the file that does the same, and tests that take long and need no program but Python."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -54,7 +58,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def command(parts: Sequence[str], options: Sequence[str]) -> list[str]:
     """What runs the tests of ``parts``."""
-    left_out = [f"--ignore=tests/stores/{name}" for name in LEFT_OUT]
+    left_out = [f"--deselect=tests/stores/{name}" for name in LEFT_OUT]
     return [sys.executable, "-m", "pytest", "-q", "-m", "not soak", *left_out, *options, *parts]
 
 

@@ -14,11 +14,12 @@ With ``--device``, the name ``CpuDevice`` stands for the other device, wherever 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ from tests.stores.server import CannotStart, NowhereRequired, required
 from tests.workers import dealt
 
 _FILE = pytest.StashKey[Path]()
+BOTH_LOOPS = (
+    "runtime", "worker", "shim", "storage/test_backend_conformance.py", "stores/test_conformance.py",
+    "stores/test_redis_connection.py",
+)  # fmt: skip
+"""Folders and files whose asynchronous tests run on asyncio and on uvloop: the runtime's, and code that uses sockets
+itself or is called back by a library's threads. All others run on asyncio."""
 SLOW_FOLDERS = ("engine", "examples")
 """Folders of which every test is slow: what they import (transformers, openai) takes seconds of each worker's time."""
 
@@ -64,6 +71,16 @@ def _choose_core(name: str) -> None:
 
     if name != compiled.CORE:
         raise pytest.UsageError(f"--core {name}: {compiled.WHY}; make compiled builds it")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    where = item.path.relative_to(Path(__file__).parent)
+    if where.parts[0] not in BOTH_LOOPS and where.as_posix() not in BOTH_LOOPS:
+        return {"asyncio": asyncio.new_event_loop}
+    import uvloop
+
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

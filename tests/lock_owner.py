@@ -1,5 +1,5 @@
-"""Who holds a tree lock. ``Driver.locked`` itself sees only that somebody does; what it would cost to know who, each
-request would pay. Here each core call that may split nodes is checked to be made by the task that holds the lock."""
+"""Who holds a tree lock. ``Driver.call_locked`` itself sees only that somebody does; what it would cost to know who,
+each request would pay. Here each core call that may split nodes is checked: the task that makes it holds the lock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def disown(lock: TreeLock) -> None:
 def owners_checked() -> Iterator[None]:
     """Meanwhile each tree lock that is made is an ``OwnedLock``, and each call under it is checked. The core must not
     be the compiled one."""
-    locked = Driver.locked
+    locked = Driver.call_locked
 
     def checked(driver: Driver, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(driver.lock, OwnedLock) and driver.lock.locked():
@@ -66,5 +66,5 @@ def owners_checked() -> Iterator[None]:
                 raise InvariantViolation(f"{call!r} is made by {caller!r}, and {owner!r} holds the tree lock")
         return locked(driver, call, *args, **kwargs)
 
-    with patch.object(module, "TreeLock", OwnedLock), patch.object(Driver, "locked", checked):
+    with patch.object(module, "TreeLock", OwnedLock), patch.object(Driver, "call_locked", checked):
         yield

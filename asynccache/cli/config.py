@@ -44,6 +44,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     host: Annotated[int | None, option("SIZE", "vllm, sglang: host memory, as in 32GiB", parse=parse_size)] = None
     namespace: Annotated[str | None, option(
         "TEXT", "vllm, sglang: what stands for the weights in keys (default: a digest of their files)")] = None
+    compatible_with: Annotated[str | None, option(
+        "VERSION", "vllm, sglang: the version of the engine whose pages are as this one's, in keys (default: its own)",
+    )] = None
     block_size: Annotated[Count | None, option(
         "TOKENS", "vllm, sglang: tokens in a page of the stores (default: vLLM's block; 64)")] = None
 
@@ -51,7 +54,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         super().__post_init__()
         if self.action in ENGINES and (self.file is not None or self.json):
             raise ConfigError(f"config {self.action} takes no {'FILE' if self.file is not None else '--json'}")
-        for name in ("storage", "host", "namespace", "block_size"):
+        for name in ("storage", "host", "namespace", "block_size", "compatible_with"):
             if self.action not in ENGINES and getattr(self, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for config {' and config '.join(ENGINES)}")
 
@@ -63,7 +66,8 @@ def execute(options: Options) -> int:
         ConfigError: ``check`` was given no file, or an engine cannot use what was given.
     """
     if options.action in ENGINES:
-        line = engine_line(options.action, options.storage, options.host, options.namespace, options.block_size)
+        line = engine_line(options.action, options.storage, options.host, options.namespace, options.block_size,
+                           options.compatible_with)
         print(line.text)
         print("\n".join(f"asynccache: assumed: {one}" for one in line.assumed), file=sys.stderr)
         return 0
@@ -93,7 +97,6 @@ def execute(options: Options) -> int:
 
 
 def _stale(config: CacheConfig) -> Iterator[str]:
-    """Yield a warning if stored pages may outlive the weights that they were computed with, unnoticed."""
     kept = [url for url in config.stores if not url.startswith("memory:")]
     if kept and not re.search(r"[0-9a-f]{16}", config.model):
         yield (f"model={config.model!r} names no weights, and {redacted(kept[0])} outlives the process: with other "

@@ -43,21 +43,23 @@ _QUEUED = 0.9
 
 
 class Screen(NamedTuple):
-    """A run at one moment, as texts. ``progress``: the share of the run that is done, None if it is not known.
-    ``rows``: name and text of each line, none of which needs more than 40 columns."""
+    """A run at one moment, as texts."""
 
     title: str
     clock: str
     progress: float | None
+    """The share of the run that is done, None if it is not known."""
     rows: tuple[tuple[str, str], ...]
+    """Name and text of each line, none of which needs more than 40 columns."""
     note: str = ""
 
 
 class Watch:
-    """Makes the screens of one run. ``note``: a line that the display shows below them."""
+    """Makes the screens of one run."""
 
     def __init__(self, settings: RunSettings, runner: RequestRunner, meter: Meter, cache: AsyncCache) -> None:
         self.note = ""
+        """A line that the display shows below the rows."""
         self._settings = settings
         self._runner = runner
         self._meter = meter
@@ -242,7 +244,6 @@ def _hits(report: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
 
 
 def _times(report: Mapping[str, Any]) -> tuple[list[tuple[str | Text, ...]], list[str]]:
-    """The rows of the times to first token, and sentences about why they are as they are."""
     mean, without, wait, line = (report[f"{key}_mean_ms"] for key in (
         "ttft", "ttft_without_cache", "wait", "line_without_cache"))
     sooner = f"{without / mean:.1f} times sooner" if without > mean > 0 else ""

@@ -1,6 +1,6 @@
 """``asynccache doctor``: what this machine has for a cache: Python, torch, extras, the core, memory, the disk, a GPU.
 
-Law: the command never fails because something is missing. Without torch it says how to install it. Without a GPU it
+The command never fails because something is missing. Without torch it says how to install it. Without a GPU it
 says so in a sentence, and says what the cache does then. With a GPU it copies pages by each path, compares every byte,
 and tells the rates and how long it takes to wake a coroutine. That takes some seconds.
 """

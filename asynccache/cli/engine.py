@@ -1,12 +1,12 @@
 """The stand-in for an inference engine: it writes and reads KV on the device, where a real engine would.
 
-The stand-in writes the bytes that ``pattern`` defines, and to read means to compare the pages with those bytes. The
+The stand-in writes the bytes that ``Pattern`` defines, and to read means to compare the pages with those bytes. The
 work is done in a thread, in calls that release the GIL; on the loop's thread such a call would have to wait until it
 gets the GIL back. So a request's work is in flight while its task waits, and the work goes on when that task is
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
 kernel on a stream.
 
-An ``Engine`` does the work of requests: the ``StandInEngine`` of this process, or in ``ranked`` an engine that sends it
+An ``Engine`` does the work of requests: the ``StandInEngine`` of this process, or in ``ranks`` an engine that sends it
 to the processes of several ranks.
 
 The bytes that stand in for KV are a function of the tokens up to the end of a page, of the pool and of the layer. A
@@ -65,38 +65,38 @@ class Layers(Protocol):
 
 
 class PageRun(NamedTuple):
-    """Pages of one component that follow each other in one sequence.
-
-    ids: each page's slot on the device; -1: the lease has no page there.
-    values: what defines the bytes of each page, see ``pattern``.
-    first: the position of the first page in its sequence, in pages; for messages.
-    """
+    """Pages of one component that follow each other in one sequence."""
 
     component: ComponentKind
     ids: Ids
+    """Each page's slot on the device; -1: the lease has no page there."""
     values: Values
+    """The 64 bits that define the bytes of each page (``Pattern``)."""
     first: int
+    """The position of the first page in its sequence, in pages; for messages."""
 
 
 class Verdict(NamedTuple):
-    """The result of a comparison. ``pages``: how many were compared. ``wrong``: how many of them are missing or
-    hold other bytes. ``what``: a description of the first few of those."""
+    """The result of a comparison."""
 
     pages: int
+    """How many pages were compared."""
     wrong: int
+    """How many of the pages are missing or hold other bytes."""
     what: tuple[str, ...] = ()
+    """The first few wrong pages, described."""
 
 
 NOTHING = Verdict(0, 0)
 
 
 class BegunBatch(NamedTuple):
-    """A batch that an engine has begun: pages to fill or to verify. ``work``: the event that fires when the batch has
-    ended, or the batch's number; either is to be named to the cache. ``verdict``: returns the result when the batch has
-    ended; cancelling it leaves the batch running."""
+    """A batch that an engine has begun: pages to fill or to verify."""
 
     work: object
+    """What the cache is to be told: the event that fires when the batch has ended, or the batch's number."""
     verdict: Callable[[], Coroutine[Any, Any, Verdict]]
+    """Returns the result when the batch has ended; cancelling it leaves the batch running."""
 
 
 class Engine(Protocol):
@@ -145,11 +145,9 @@ class StandInEngine:
         return 1.0 + self._queued / self._cpu
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._thread.shutdown()
 
     def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
-        """See ``Engine``."""
         future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
         return BegunBatch(event, lambda: _result(future))
 

@@ -2,9 +2,9 @@
 
 To be run where the server will run: in its Python, as its user, with its environment and limits. It looks at versions
 and at the interface that our plug-in needs, at memory, shared memory and limits, and at each store: whether its URL can
-be used, whether it can be opened and answers, and how soon. It leaves nothing behind: a store that does not exist yet
-is not made. The plug-in is imported in a process of its own, because an engine that does not fit its libraries may end
-it.
+be used, whether it can be opened, answers and may be written to, and how soon. It leaves nothing behind: a store that
+does not exist yet is not made, and the page that is written is deleted. The plug-in is imported in a process of its
+own, because an engine that does not fit its libraries may end it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from asynccache.cli.output import Tell, first_line, size
 from asynccache.errors import AsyncCacheError, Unavailable
 from asynccache.extras import without_torch
 from asynccache.redaction import redacted
-from asynccache.storage import KEY_BYTES, RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store, parse_size, parse_url
+from asynccache.storage import (
+    KEY_BYTES,
+    RECORD_SCHEMA,
+    PageKey,
+    Result,
+    StoreLayout,
+    open_store,
+    parse_size,
+    parse_url,
+    take_options,
+)
 from asynccache.storage.checked import within
 
 Engine = Literal["vllm", "sglang", "transformers"]
@@ -39,6 +49,8 @@ PATIENCE = 180.0
 ANSWER = 10.0
 """Seconds that a store may take to open, and to answer."""
 PROBES = 5
+UNWRITTEN = ("file", "memory", "host", "mooncake")
+"""Stores to which no page is written: who can open them may write."""
 SLOW = {"vllm": 0.5, "sglang": 1.0}
 """Seconds that each engine's requests wait for a look-up, unless ``lookup_timeout`` says otherwise."""
 
@@ -97,7 +109,11 @@ def _installation(engine: Engine, tell: Tell) -> Iterator[Finding]:
     found += [f"{name} {_version(name) or 'not installed'}" for name in ("torch", "asynccache")]
     yield Finding("version", "well", f"{', '.join(found)}, Python {platform.python_version()}")
     if engine == "vllm":
-        yield from _found_by_vllm()
+        if not entry_points(group="vllm.general_plugins", name="asynccache"):
+            yield Finding("plug-in", "wrong", "asynccache's entry point for vLLM is missing: install asynccache again")
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed is not None and "asynccache" not in allowed.split(","):
+            yield Finding("plug-in", "wrong", f"VLLM_PLUGINS={allowed} keeps vLLM from loading asynccache: add it")
     tell(f"importing {engine}")
     try:
         done = subprocess.run([sys.executable, "-c", plugin.program], stdin=subprocess.DEVNULL, capture_output=True,
@@ -111,15 +127,6 @@ def _installation(engine: Engine, tell: Tell) -> Iterator[Finding]:
         yield Finding("plug-in", "wrong", last.partition("Error: ")[2] or last)
     else:
         yield Finding("plug-in", "well", f"it fits the interface of this {engine}")
-
-
-def _found_by_vllm() -> Iterator[Finding]:
-    """vLLM finds the tier by an entry point, unless a variable of its environment names others."""
-    if not entry_points(group="vllm.general_plugins", name="asynccache"):
-        yield Finding("plug-in", "wrong", "asynccache's entry point for vLLM is missing: install asynccache again")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "asynccache" not in allowed.split(","):
-        yield Finding("plug-in", "wrong", f"VLLM_PLUGINS={allowed} keeps vLLM from loading asynccache: add it")
 
 
 def _version(package: str) -> str | None:
@@ -163,45 +170,52 @@ def _memory(engine: Engine, host: int) -> Iterator[Finding]:
 
 
 def _store(engine: Engine, url: str) -> Finding:
-    """Look at one store: its URL, rights and room, and whether it answers."""
     shown = redacted(url)
     try:
         (there,) = placed_storage(engine if engine in RANKS else "vllm", [url])
         parsed = parse_url(there)
         if parsed.scheme == "file" and not os.path.exists(parsed.path):
             return _place(shown, parsed.path, parsed.options.get("capacity", "10GiB"))
-        took = asyncio.run(_asked(there, shown))
+        written = parsed.scheme not in UNWRITTEN and take_options(parsed)[0].write
+        took = asyncio.run(_asked(there, shown, written=written))
     except (AsyncCacheError, OSError) as error:
         return Finding("store", "wrong", f"{shown}: {first_line(error)}")
     most = SLOW.get(engine)
     late = f"; that is more than the {most:g} s that a request waits (lookup_timeout)" if most and took > most else ""
-    return Finding("store", "note" if late else "well", f"{shown} answers in {took * 1e3:.2g} ms{late}")
+    writes = ", and may be written to" if written else ""
+    return Finding("store", "note" if late else "well", f"{shown} answers in {took * 1e3:.2g} ms{writes}{late}")
 
 
-async def _asked(url: str, shown: str) -> float:
+async def _asked(url: str, shown: str, *, written: bool) -> float:
     """Open a store and ask it a few times for a page that is not there; returns the median of the times in seconds.
-    Cancelling leaves nothing open.
+    ``written``: a page of 64 bytes is written and deleted, too, which a user who may only read, or a full store,
+    refuses. Cancelling leaves nothing open.
 
     Raises:
-        AsyncCacheError: it cannot be opened, or does not answer.
+        AsyncCacheError: it cannot be opened, does not answer, or refuses the page.
     """
     async with within(ANSWER, f"{shown} could not be opened"):
-        store = await open_store(url, StoreLayout({}, RECORD_SCHEMA), timeout=ANSWER)
+        store = await open_store(url, StoreLayout({"doctor": 64}, RECORD_SCHEMA), timeout=ANSWER)
     assert store is not None  # placed_storage refuses "none"
     took = list[float]()
     try:
         for _ in range(PROBES):
             began = time.perf_counter()
-            if await store.exists([PageKey("", os.urandom(KEY_BYTES))]) == [Result.FAILED]:
+            if await store.exists([PageKey("doctor", os.urandom(KEY_BYTES))]) == [Result.FAILED]:
                 raise Unavailable(f"it does not answer: {store.last_error or 'it cannot tell why'}")
             took.append(time.perf_counter() - began)
+        if written:
+            page = [PageKey("doctor", os.urandom(KEY_BYTES))]
+            if await store.put(page, [memoryview(bytearray(64))]) != [Result.HIT]:
+                raise Unavailable(f"it may not be written to: {store.last_error or 'it is full'}")
+            await store.delete(page)
     finally:
         await store.aclose()
     return median(took)
 
 
 def _place(shown: str, path: str, capacity: str) -> Finding:
-    """What can be said of a folder that a file store would make."""
+    """Return what can be said of a folder that a file store would make."""
     above = Path(path).absolute()
     while not above.exists():
         above = above.parent

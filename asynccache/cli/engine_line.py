@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
 
@@ -29,7 +30,7 @@ _PATTERNS = re.compile(r"[^\x21-\x7e]|[*?\[\]]")
 
 
 class EngineLine(NamedTuple):
-    """What is printed, and the assumptions that it rests on, as sentences without a full stop."""
+    """The line to print, and the assumptions that it rests on, as sentences without a full stop."""
 
     text: str
     assumed: list[str]
@@ -40,14 +41,14 @@ def parsed_urls(name: str, text: str) -> tuple[str, ...]:
     return tuple(text.split("\n"))
 
 
-def engine_line(engine: str, storage: Sequence[str], host: int | None, namespace: str | None,
-                block: int | None) -> EngineLine:  # fmt: skip
+def engine_line(engine: str, storage: Sequence[str], host: int | None, namespace: str | None, block: int | None,
+                compatible_with: str | None = None) -> EngineLine:  # fmt: skip
     """Return the line for ``engine``, vllm or sglang. ``storage``: the stores' URLs, the nearest first; ``host``: bytes
     of host memory, None: a default; ``namespace``: what stands for the weights; ``block``: tokens in a page of the
-    stores, None: a default.
+    stores, None: a default; ``compatible_with``: the engine's version in keys, None: its own.
 
     Raises:
-        ConfigError: there is no store, a URL cannot be used, or a size cannot be.
+        ConfigError: there is no store, a URL cannot be used, or a size or a version cannot be.
     """
     assumed = _check_storage(engine, storage)
     if host is not None and host < 1 << 30:
@@ -61,6 +62,13 @@ def engine_line(engine: str, storage: Sequence[str], host: int | None, namespace
     else:
         assumed.append("weights are files on the server's machine, and their digest is the namespace; with LoRA, dummy "
                        "or streamed weights give --namespace")  # fmt: skip
+    if compatible_with is not None:
+        entry["compatible_with"] = checks.version("--compatible-with", compatible_with)
+        assumed.append(f"this {engine} stores the same bytes as {engine} {compatible_with}; asynccache verify-engine "
+                       f"finds out")  # fmt: skip
+    elif engine == "vllm":
+        assumed.append("an upgrade of vLLM begins with an empty store, unless vLLM is given --attention-backend, or "
+                       "this --compatible-with")  # fmt: skip
     return _vllm(entry, host, block, assumed) if engine == "vllm" else _sglang(entry, host, block, assumed)
 
 
@@ -109,7 +117,6 @@ def _check_storage(engine: str, storage: Sequence[str]) -> list[str]:
 
 
 def _vllm(entry: dict[str, Any], host: int | None, block: int | None, assumed: list[str]) -> EngineLine:
-    """The JSON of ``--kv-transfer-config``."""
     extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": HOST if host is None else host}
     if block is not None:
         if block % BLOCK:

@@ -1,6 +1,6 @@
 """The command's entry point: it handles Ctrl-C and SIGTERM from the first import to the end of the process.
 
-While modules are loaded and after the command has ended, both signals end it without a traceback. Law: SIGTERM does
+While modules are loaded and after the command has ended, both signals end it without a traceback. SIGTERM does
 what Ctrl-C would do at that moment, because its handler calls the handler that SIGINT has then. The exit status is 130
 after Ctrl-C and 143 after SIGTERM. A second SIGTERM ends the process at once, because the first one restores the
 kernel's default action.
@@ -13,10 +13,11 @@ INTERRUPTED, TERMINATED = 130, 143
 
 
 class Termination:
-    """A handler of SIGTERM. ``came``: whether the signal has come."""
+    """A handler of SIGTERM."""
 
     def __init__(self) -> None:
         self.came = False
+        """Whether the signal has come."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Call the present handler of SIGINT. Where SIGINT is ignored, as in a shell's background job, raise

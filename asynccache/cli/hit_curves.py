@@ -50,11 +50,13 @@ it."""
 
 class HitCurve(NamedTuple):
     """``hits[c]``: how many lookups a cache of c blocks answers; the last entry holds for every larger cache as well.
-    ``lookups``: how many there are in all. ``blocks``: how many different blocks the requests have."""
+    """
 
     hits: npt.NDArray[np.int64]
     lookups: int
+    """How many lookups there are in all."""
     blocks: int
+    """How many different blocks the requests have."""
 
     def found(self, capacity: float) -> int:
         """The number of lookups that a cache of ``capacity`` blocks answers."""
@@ -140,13 +142,15 @@ _UNSLICED = 1 << 30
 
 
 def policy_hits(
-    paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float], block_size: int = BLOCK_TOKENS
+    paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float], block_size: int = BLOCK_TOKENS,
+    ended: Sequence[bool] = (),
 ) -> int:
     """The number of lookups that a device of ``capacity`` blocks of ``block_size`` tokens answers under the policy
-    named ``eviction``. ``times``: the seconds at which the requests come, ascending.
+    named ``eviction``. ``times``: the seconds at which the requests come, ascending. ``ended``: of which requests the
+    cache is told that their conversations are over; of none, if it is empty.
 
-    The requests go through a core one at a time, at these times, with one page for each block, no host tier, no store
-    and no hints. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way.
+    The requests go through a core one at a time, at these times, with one page for each block, no host tier and no
+    store. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way.
     Unlike ``optimum`` and ``curve``, this cache keeps every block that a request holds while the request runs. A
     request whose path is longer than the cache only looks up what is there and leaves nothing.
     """
@@ -157,7 +161,7 @@ def policy_hits(
         slice_steps=_UNSLICED,
     ))  # fmt: skip
     hits = 0
-    for path, at in zip(paths, times, strict=True):
+    for path, at, over in zip(paths, times, ended or [False] * len(paths), strict=True):
         core.at(at)
         key, length = np.repeat(np.asarray(path, dtype=np.int32), block_size).tobytes(), len(path) * block_size
         if len(path) > capacity:
@@ -168,5 +172,5 @@ def policy_hits(
         hits += granted.lease.cached // block_size
         waits = core.commit(granted.lease, key, b"")
         assert not isinstance(waits, Wait), "there is nowhere that pages could come from"
-        core.release(granted.lease)
+        core.release(granted.lease, ended=over)
     return hits

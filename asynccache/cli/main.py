@@ -107,7 +107,6 @@ def sentence(text: str) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    """Run the command; returns its exit status."""
     name = arguments[0] if arguments else "--help"
     if name not in COMMANDS:
         _parser().parse_args(arguments or ["--help"])

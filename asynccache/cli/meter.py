@@ -90,16 +90,15 @@ class Samples:
 
 
 class Meter:
-    """Measures the running loop and the process from ``start`` to ``stop``. To be used in the loop's thread only.
-
-    ``lag``: the lateness of the timer. ``recent``: that of the latest 200 ticks, about the last second. ``queued``: the
-    time that the loop's thread waited for a core between two ticks. All are in seconds.
-    """
+    """Measures the running loop and the process from ``start`` to ``stop``. To be used in the loop's thread only."""
 
     def __init__(self) -> None:
         self.lag = Samples()
+        """How late the timer was, in seconds."""
         self.queued = Samples()
+        """How long the loop's thread waited for a core between two ticks, in seconds."""
         self.recent: deque[float] = deque(maxlen=_RECENT)
+        """The lateness of the latest 200 ticks, about the last second."""
         self._worst = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._waited = 0.0

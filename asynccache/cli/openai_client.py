@@ -26,11 +26,12 @@ AGAIN = 0.5
 
 
 class EngineError(AsyncCacheError):
-    """The server does not answer, or not as OpenAI's API says. ``status``: that of its answer; 0: there was none."""
+    """The server does not answer, or not as OpenAI's API says."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        """The status of the server's answer; 0: there was none."""
 
 
 class Answer(NamedTuple):
@@ -48,8 +49,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """A client of the server at ``url``, with or without ``/v1``. ``timeout``: seconds that a request may take, with
-    repetitions if the server is busy. ``key``: sent as a bearer token."""
+    """A client of the server at ``url``, with or without ``/v1``. ``key``: sent as a bearer token."""
 
     def __init__(self, url: str, timeout: float, key: str | None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -61,6 +61,7 @@ class Client:
             raise ConfigError(f"{url!r} is no address of a server: give one such as http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.timeout = timeout
+        """Seconds that a request may take, with repetitions if the server is busy."""
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1") + (f"?{parts.query}" if parts.query else "")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -139,7 +140,6 @@ class Client:
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Read one answer."""
     head = io.BytesIO(await reader.readuntil(b"\r\n\r\n"))
     first = head.readline().split()
     if len(first) < 2 or not first[0].startswith(b"HTTP/1.") or not first[1].isdigit():

@@ -81,11 +81,12 @@ def parsed_device(name: str, text: str) -> str:
 
 
 class CommandOptions(Settings, frozen=True, kw_only=True):
-    """The options of one command, or of several that differ in a few. ``changed``: by command, the defaults that are
-    not those of the fields. ``groups``: the titles under which the help shows options; those in none come first."""
+    """The options of one command, or of several that differ in a few."""
 
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """By command, the defaults that differ from those of the fields."""
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The titles under which the help shows options; options without a title come first."""
 
     @classmethod
     def fields(cls, command: str = "") -> dict[str, Field]:
@@ -223,9 +224,6 @@ def _storage(name: str, text: str) -> str | tuple[str, ...] | None:
 class RunSettings(CommandOptions, frozen=True, kw_only=True):
     """All settings of one run, with defaults filled in. Those of a command that the other one does not have are at
     their defaults there.
-
-    ``cache``: the cache that the file of ``--config`` describes; None without that option. If there is one, the
-    settings about the cache repeat what it says.
     """
 
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {"replay": {"workload": None, "rate": 0.0, **ROOM}}
@@ -322,6 +320,8 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     report: Annotated[str | None, option("FILE.html", "write the report as one page with plots")] = None
     quiet: Quiet = False
     cache: CacheConfig | None = None
+    """The cache that the file of ``--config`` describes; None without that option. If there is one, the settings about
+    the cache repeat what it says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

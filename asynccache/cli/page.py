@@ -34,14 +34,14 @@ _LETTER = 6.6
 
 
 class Axis(NamedTuple):
-    """An axis from ``low`` to ``high``. ``show`` writes a value as text. ``log``: the scale is logarithmic; ``low``
-    must be above 0 then."""
+    """An axis from ``low`` to ``high``. ``show`` writes a value as text."""
 
     label: str
     low: float
     high: float
     show: Callable[[float], str]
     log: bool = False
+    """True if the scale is logarithmic; then ``low`` must be above 0."""
 
     def share(self, value: float) -> float:
         """The place of ``value`` on the axis, from 0 to 1. A value beyond an end lies at that end."""
@@ -66,10 +66,7 @@ class Axis(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A question and its answer. ``lines``: each with its name, the style sheet's class that gives it its colour, and
-    its points; none: the run was too short. ``rows``: those of the table, whose first cell is the row's name;
-    ``source``: where the numbers are from and how to read them. ``bars``: what is drawn in a short run, each with its
-    name, class and share."""
+    """A question and its answer."""
 
     name: str
     question: str
@@ -77,10 +74,15 @@ class Figure(NamedTuple):
     x: Axis
     y: Axis
     lines: Sequence[tuple[str, str, Sequence[Point]]]
+    """The lines: a name, the class of the style sheet that gives the colour, the points. None: the run was too
+    short."""
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    """The table's rows; the first cell is the row's name."""
     source: str
+    """Where the numbers are from and how to read them."""
     bars: Sequence[tuple[str, str, float]] = ()
+    """Drawn instead in a short run: name, class and share of each bar."""
 
 
 def page(report: Report) -> str:
@@ -125,7 +127,6 @@ _OF = {"swa": ("window", "swa_ratio"), "mamba": ("mamba_bytes",)}
 
 
 def _setting(name: str, value: object) -> str:
-    """A setting in words."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):

@@ -42,10 +42,11 @@ FAREWELL = 1.0
 
 
 class Duty(msgspec.Struct, frozen=True):
-    """The orders of a rank, which the command gives it at its start. ``address``: that of the head's link."""
+    """The orders of a rank, which the command gives it at its start."""
 
     rank: int
     address: str
+    """Where the head listens."""
     settings: RunSettings
 
 

@@ -5,7 +5,7 @@ The command's process is the head: it has the cache's core and its requests, as 
 of an engine's computation it sends the ranks batches that say which pages to fill and which to verify. ``rank`` is the
 program of each process.
 
-Law: no process outlives the run, even if the command is killed. The command holds a pipe to the standard input of each
+No process outlives the run, even if the command is killed. The command holds a pipe to the standard input of each
 process. When the pipe closes, the process ends within ``FAREWELL`` seconds, wherever it is. Each process is in a
 session of its own, so Ctrl-C reaches the command alone.
 """
@@ -61,7 +61,6 @@ class RankedEngine:
         """Do nothing: the ranks end with the cache."""
 
     def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
-        """See ``Engine``."""
         number = self._cache.send_batch(packed(pieces, verifies=verifies))
         count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces) if verifies else 0
         return BegunBatch(number, lambda: self._verdict(number, count))
@@ -79,13 +78,14 @@ class RankedEngine:
 
 
 class Member:
-    """The process of one rank. ``early_end``: why it ended before it was told to, or is given up; "": it did not.
-    ``account``: its part of the report, which it wrote at its end; None: it wrote none."""
+    """The process of one rank."""
 
     def __init__(self, duty: Duty, secret: str) -> None:
         self.rank = duty.rank
         self.early_end = ""
+        """Why the process ended before it was told to, or was given up; "": it did not."""
         self.account: Mapping[str, Any] | None = None
+        """The rank's part of the report, which the process writes at its end; None: it wrote none."""
         self._said, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  closed in ``end``
         self.process = subprocess.Popen(
             [*COMMAND, str(duty.rank)], stdin=subprocess.PIPE, stdout=self._said, stderr=self._log,
@@ -120,7 +120,7 @@ class Member:
 
 
 class Ranks:
-    """The ranks of one run. ``members``: their processes."""
+    """The ranks of one run."""
 
     def __init__(self, settings: RunSettings, config: CacheConfig, tally: Tally) -> None:
         self.members: list[Member] = []

@@ -4,7 +4,7 @@ tree, and pins that were not removed. ``facts`` are the cache's own counters.
 
 Only prompt tokens count as hits, each token once, and only of prompts that became complete.
 
-Law: the counters need no more memory however long the run lasts.
+The counters need no more memory however long the run lasts.
 
 Samples of the counters are taken over time, a few hundred at most. A sample holds the counters' values and not their
 increases, so every other sample can be dropped without losing anything but detail. Whenever there are too many samples,
@@ -44,41 +44,47 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of one run.
-
-    requests: those that have arrived; served, cancelled, failed: how many of them ended in this way. entered_again:
-    leases taken again after a failed load. cut_short: outputs that the cache had no room for. tokens: prompt tokens of
-    all requests whose prompt is complete; device, host, storage: those that hit, by tier. blocks, blocks_hit,
-    blocks_shared: full blocks of a trace; those that hit; those that earlier prompts have as well. verified,
-    mismatches: pages that were read back, and those that were wrong. waits: seconds from asking for a lease until its
-    pages were on the device. first_token, first_token_without: seconds to the first token with the cache and, by the
-    same model, without it; line_without: how much of the latter each request would wait in line. slowdown: how many
-    times as long the engine's work took because the machine was busy. problems: sentences for the reader; any of them
-    makes the run fail.
-    """
+    """Counters of one run."""
 
     requests: int = 0
+    """How many requests have arrived."""
     served: int = 0
     cancelled: int = 0
     failed: int = 0
+    """How many requests ended in this way; ``served`` and ``cancelled``: in the others."""
     entered_again: int = 0
+    """Leases taken again after a failed load."""
     cut_short: int = 0
+    """Outputs that the cache had no room for."""
     tokens: int = 0
+    """Prompt tokens of all requests whose prompt is complete."""
     device: int = 0
+    """How many of ``tokens`` hit on the device; ``host``, ``storage``: on the other tiers."""
     host: int = 0
     storage: int = 0
     output_tokens: int = 0
     blocks: int = 0
+    """Full blocks of a trace."""
     blocks_hit: int = 0
+    """How many of the blocks hit."""
     blocks_shared: int = 0
+    """How many of the blocks earlier prompts have as well."""
     verified: int = 0
+    """Pages that were read back."""
     mismatches: int = 0
+    """How many of the verified pages were wrong."""
     waits: Samples = field(default_factory=Samples)
+    """Seconds from asking for a lease until its pages were on the device."""
     first_token: Samples = field(default_factory=Samples)
+    """Seconds to the first token."""
     first_token_without: Samples = field(default_factory=Samples)
+    """The same by the same model without the cache."""
     line_without: Samples = field(default_factory=Samples)
+    """How much of ``first_token_without`` each request would wait in line."""
     slowdown: float = 1.0
+    """How many times as long the engine's work took because the machine was busy."""
     problems: list[str] = field(default_factory=list)
+    """Sentences for the reader; any of them makes the run fail."""
 
     def hit(self) -> int:
         """Prompt tokens that the cache had, so that they were not computed."""
@@ -124,14 +130,14 @@ class Tally:
 
 @dataclass(slots=True)
 class Placed:
-    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``. ``held``: the seconds for which
-    it had its room in the run; None: it has it still. ``computes``: the seconds in which its prompt would be computed;
-    None: it never was."""
+    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``."""
 
     at: float
     tokens: int
     held: float | None = None
+    """The seconds for which the request had its room in the run; None: it has it still."""
     computes: float | None = None
+    """The seconds in which the prompt would be computed; None: it never was."""
 
 
 class Line:
@@ -241,17 +247,15 @@ Report = dict[str, Any]
 
 
 class Leaks(NamedTuple):
-    """Counts of things that a run has left and that should be gone.
-
-    device_pages, host_pages: slots of all components that are neither free nor in the tree.
-    pins: leases that are still open, and pins that the tree still counts.
-    tasks: tasks of asyncio that run after the cache was closed.
-    """
+    """Counts of things that a run has left and that should be gone."""
 
     device_pages: int = 0
+    """Slots of all components that are neither free nor in the tree; ``host_pages`` likewise."""
     host_pages: int = 0
     pins: int = 0
+    """Leases that are still open, and pins that the tree still counts."""
     tasks: int = 0
+    """Tasks of asyncio that run after the cache was closed."""
 
 
 NOTHING: Report = {

@@ -15,29 +15,37 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import resource
 import signal
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any, Self
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from asynccache.cli.options import CommandOptions, Json, Quiet, option
 from asynccache.cli.output import number, percent, size, write
+from asynccache.core.plan import Cleared, Medium
 from asynccache.errors import ConfigError
 from asynccache.host.behind import StoresBehind
-from asynccache.host.memory import HostMemory
+from asynccache.host.memory import HostMemory, layout_of
 from asynccache.host.pages import LONGEST_SHARE
 from asynccache.host.server import HostServer
+from asynccache.host.sockets import free_path
 from asynccache.host.takeover import take_over
 from asynccache.storage import Size, parse_host_port, parse_size
+
+if TYPE_CHECKING:
+    from asynccache.events import HeldReport, ZmqPublisher
 
 LINE_EVERY, PANEL_EVERY = 60.0, 1.0
 LONGEST_BEHIND = 64 << 20
 METRICS_PATIENCE = 10.0
 MOST_FILES = 1 << 16
+MOST_WAITING_REPORTS = 64
+KEPT_BATCHES, MOST_UNREAD_BATCHES = 4096, 10_000
 
 LOG = logging.getLogger("asynccache.host")
 
@@ -56,6 +64,13 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     limit: Annotated[str | None, option(
         "LABEL=SIZE", "how much pages with this label (host:PATH?label=...) take at most", several=True)] = None
     metrics: Annotated[str | None, option("HOST:PORT", "serve /metrics for Prometheus, and /healthz")] = None
+    events: Annotated[str | None, option(
+        "ENDPOINT", "publish which blocks are in the memory and in the stores, for routers, at for example tcp://*:5557"
+    )] = None
+    events_replay: Annotated[str | None, option(
+        "ENDPOINT", "where routers ask for all that is there, and for missed events; without it those that come late, "
+                    "or miss one, do not know it")] = None
+    events_topic: Annotated[str, option("TEXT", "topic of the events")] = ""
     replace: Annotated[bool, option("", "take over from the host process that listens there, if there is one: its "
                                         "memory, with all pages, and its socket", const=True)] = False
     config: Annotated[str | None, option("FILE", "read options from this TOML file, by their names here; those that "
@@ -69,7 +84,9 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     def read(cls, command: str, given: Mapping[str, Any]) -> Self:
         """Return the options, with those of the file that ``--config`` names."""
         path = given.get("config")
-        return super().read(command, given if path is None else {**_in_file(path, cls), **_given(given)})
+        if path is not None:
+            given = {**_in_file(path, cls), **{name: value for name, value in given.items() if value is not None}}
+        return super().read(command, given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,6 +96,8 @@ class Options(CommandOptions, frozen=True, kw_only=True):
             raise ConfigError("--memory is missing: say how much there is for pages, as in 64GiB")
         if self.metrics is not None and parse_host_port(self.metrics) is None:
             raise ConfigError(f"--metrics={self.metrics} must be HOST:PORT")
+        if self.events is None and (self.events_replay is not None or self.events_topic):
+            raise ConfigError("--events is missing: --events-replay and --events-topic are about the events there")
         _ = self.limits
 
     @property
@@ -101,10 +120,6 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                 raise ConfigError(f"--limit={text} must be LABEL=SIZE, as in llama=16GiB")
             found[label] = parse_size(f"--limit={label}", amount)
         return found
-
-
-def _given(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _in_file(path: str, options: type[Options]) -> dict[str, Any]:
@@ -178,10 +193,14 @@ async def _serve(options: Options) -> int:
 
     for number_of in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number_of, stop)
+    if options.events is not None:
+        _import_events()  # before anything is taken over
     taken = await asyncio.to_thread(take_over, options.path) if options.replace else None
+    if taken is None:
+        free_path(options.path)  # before a store says that its folder is in use
     memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
-    if taken is not None and memory.layout.size != options.memory:
-        print(f"asynccache: the memory that was taken over has {size(memory.layout.size)}", file=sys.stderr)
+    if taken is not None and memory.layout != layout_of(options.memory, huge=options.huge):
+        print(f"asynccache: the memory that was taken over has {size(memory.layout.size)} for pages", file=sys.stderr)
     stores, behind = options.stores, None
     if stores:
         behind = StoresBehind(stores, min(LONGEST_BEHIND, memory.layout.units // LONGEST_SHARE * 4096))
@@ -202,6 +221,13 @@ async def _serve(options: Options) -> int:
                     if taken is None:
                         raise
                     LOG.error("all pages were taken over; going on without metrics: %s", error)
+            if options.events is not None:
+                try:
+                    await parts.enter_async_context(publish(server, options, METRICS_PATIENCE if taken else 0.0))
+                except ConfigError as error:
+                    if taken is None:
+                        raise
+                    LOG.error("all pages were taken over; going on without events: %s", error)
             if not options.quiet:
                 shown = loop.create_task(_show(server, options))
                 parts.callback(shown.cancel)
@@ -211,7 +237,61 @@ async def _serve(options: Options) -> int:
                 end.cancel()
         return 0
     finally:
-        await server.aclose()
+        try:
+            await server.aclose()
+        finally:
+            if behind is not None and behind.hangs:
+                LOG.warning("going without a store that hangs")
+                sys.stderr.flush()
+                os._exit(0 if server.closed.is_set() else 1)  # the loop and its threads would wait for it
+
+
+def _import_events() -> tuple[type[ZmqPublisher], type[HeldReport]]:
+    """Return what makes and sends events. Raises ConfigError: their package is not installed."""
+    try:
+        from asynccache.events import HeldReport, ZmqPublisher
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--events needs the extra [events]: {error}") from None
+    return ZmqPublisher, HeldReport
+
+
+@asynccontextmanager
+async def publish(server: HostServer, options: Options, patience: float) -> AsyncIterator[ZmqPublisher]:
+    """Publish KV events of what the server holds, as long as this lasts. Gives the publisher. ``patience``: for how
+    many seconds it tries again while somebody else uses the address.
+
+    Raises:
+        ConfigError: an address cannot be used.
+    """
+    publisher_class, report = _import_events()
+    assert options.events is not None
+    until = time.monotonic() + patience
+    while True:
+        try:
+            publisher = publisher_class(
+                options.events, options.events_replay, topic=options.events_topic, first=time.time_ns(),
+                keep=KEPT_BATCHES, high_water=MOST_UNREAD_BATCHES,
+            )  # fmt: skip
+            break
+        except ConfigError:
+            if time.monotonic() >= until:
+                raise
+        await asyncio.sleep(0.05)
+
+    def tell(medium: str, there: bool, keys: Sequence[bytes]) -> bool:
+        if publisher.stats().waiting >= MOST_WAITING_REPORTS:
+            return False
+        publisher(report(Medium(medium), there, keys))
+        return True
+
+    try:
+        publisher(Cleared())
+        server.announce(tell)
+        yield publisher
+    finally:
+        if not server.handed_over:
+            publisher(Cleared())
+        await asyncio.to_thread(publisher.close)
 
 
 async def _show(server: HostServer, options: Options) -> None:
@@ -220,7 +300,8 @@ async def _show(server: HostServer, options: Options) -> None:
     if sys.stderr.isatty() and options.json is None:
         with suppress(ImportError):  # rich is optional here
             await _live(server, options, began)
-    print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)}", file=sys.stderr, flush=True)
+    print(f"asynccache serves {options.listen} with {size(server.memory.layout.size)} for pages", file=sys.stderr,
+          flush=True)  # fmt: skip
     while True:
         await asyncio.sleep(LINE_EVERY)
         now = server.counts()

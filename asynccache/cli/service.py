@@ -52,12 +52,14 @@ _LONG = 16384
 
 
 class Text(NamedTuple):
-    """The tokens of a request. ``tokens``: the prompt, then what will be decoded of the output; ``values``: the pattern
-    value of every whole page of them; ``prompt``: tokens of the prompt."""
+    """The tokens of a request."""
 
     tokens: Tokens
+    """The prompt, then what will be decoded of the output."""
     values: Values
+    """The pattern value of every whole page of the tokens."""
     prompt: int
+    """How many of the tokens are the prompt."""
 
 
 class Server:
@@ -156,11 +158,11 @@ class Server:
 
 
 class _Leased:
-    """The engine's part of a request that has a lease. ``latest``: its latest batch, which the request names when it
-    gives its pages back; None: there was none yet."""
+    """The engine's part of a request that has a lease."""
 
     def __init__(self, settings: RunSettings, engine: Engine, request: RunRequest, text: Text, lease: Lease) -> None:
         self.latest: Any = None
+        """The latest batch, which the request names when it gives its pages back; None: there was none yet."""
         self._engine = engine
         self._settings = settings
         self._page = settings.page_size
@@ -294,20 +296,19 @@ class CancelledAt:
 
 
 class RequestRunner:
-    """Runs one workload to its end. ``stop`` admits no more requests and lets those that run finish; ``abort``
-    cancels those too.
-
-    ``total``: the number of requests that there will be; None if that is not known. ``trace_time``: the arrival of the
-    latest request that has begun, in seconds of the trace, however fast it is replayed. ``traceback``: the text of the
-    first unexpected error of a request; None if there was none.
+    """Runs one workload to its end. ``stop`` admits no more requests and lets those that run finish; ``abort`` cancels
+    those too.
     """
 
     def __init__(self, server: Server, source: Source, settings: RunSettings, tally: Tally) -> None:
         self.tally = tally
         self.running = 0
         self.total = source.total
+        """The number of requests that there will be; None if that is not known."""
         self.traceback: str | None = None
+        """The text of the first unexpected error of a request; None if there was none."""
         self.trace_time = 0.0
+        """The arrival of the latest request that has begun, in seconds of the trace, however fast it is replayed."""
         self._server = server
         self._source = source
         self._timed = bool(settings.speed)

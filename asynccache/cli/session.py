@@ -77,18 +77,19 @@ def execute(settings: RunSettings) -> int:
 
 
 class Session:
-    """One run. ``status``: its exit status, when all is told. ``interrupted``: whether Ctrl-C was pressed. ``meter``,
-    ``tally``: what is measured and counted. ``cache``, ``runner``: the cache, and what runs the requests; None: they
-    have not begun."""
+    """One run."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.status: int | None = None
+        """The run's exit status, once it is known."""
         self.interrupted = False
+        """Whether Ctrl-C was pressed."""
         self.tally = Tally()
         self.meter = Meter()
         self.cache: AsyncCache | None = None
         self.runner: RequestRunner | None = None
+        """``cache`` and ``runner`` are None until the run has begun."""
         self._watch: Watch | None = None
         self._over_time: dict[str, Any] = {}
         self._read: dict[str, Any] = {}
@@ -199,7 +200,6 @@ class Session:
             await device.aclose()
 
     async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
-        """Serve all requests, and show, sample and expose the run meanwhile."""
         settings, duration, loop = self.settings, self.settings.admits_for, asyncio.get_running_loop()
         runner = RequestRunner(Server(cache, engine, settings, self.tally), source, settings, self.tally)
         if settings.command == "replay":  # ages of pages are by the trace's time, however fast it is replayed

@@ -65,7 +65,7 @@ def _duration(name: str, text: str) -> float:
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
-    """The options of ``store``. ``rate``: bytes a second; ``older_than``: seconds."""
+    """The options of ``store``."""
 
     action: Annotated[Literal["ls", "stat", "verify", "gc", "clear"], option(
         "ls|stat|verify|gc|clear",
@@ -76,8 +76,10 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     limit: Annotated[Count | None, option("N", "ls: list at most N pages")] = None
     rate: Annotated[Count | None, option(
         "SIZE", "verify: read at most so many bytes per second, as in 100MiB", parse=parse_size)] = None
+    """In bytes a second."""
     older_than: Annotated[float | None, option(
         "AGE", "gc: also remove pages that were written longer ago than this, as in 7d or 12h", parse=_duration)] = None
+    """In seconds."""
     dry_run: Annotated[bool, option("", "gc: count the old pages and remove nothing", const=True)] = False
     yes: Annotated[bool, option("", "clear: do not ask for confirmation", const=True)] = False
     timeout: Annotated[Rate, option(
@@ -323,8 +325,10 @@ def _counted(report: Report) -> Iterator[str]:
               else f"{name.removesuffix('_ms')} {milliseconds(value)}" if name.endswith("_ms")
               else f"{name} {value:,.5g}" for name, value in stats.items() if value]
     for label, values in report.get("labels", {}).items():
-        hits = f", {percent(values.get('hits', 0), values.get('hits', 0) + values.get('misses', 0))} hits"
-        yield f"  label {label or '(none)'}: {number(values['pages'])} pages, {size(values['bytes'])}{hits}"
+        asked = values.get("hits", 0) + values.get("misses", 0)
+        hits = f", {percent(values.get('hits', 0), asked)} of {number(asked)} pages hit" if asked else ""
+        if any(values.values()):  # such as not of those who only ask
+            yield f"  label {label or '(none)'}: {number(values['pages'])} pages, {size(values['bytes'])}{hits}"
     if counts:
         yield from textwrap.wrap(" · ".join(counts), WIDTH, initial_indent="  ", subsequent_indent="  ",
                                  break_on_hyphens=False)

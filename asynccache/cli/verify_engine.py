@@ -98,24 +98,26 @@ class Options(CommandOptions, frozen=True, kw_only=True):
 
 @dataclass
 class Probe:
-    """A prompt for a model, and what the cold server made of it. ``ends``: where it ends; ``together``: whether it is
-    sent with others; ``steady``: whether two cold runs agreed."""
+    """A prompt for a model, and what the cold server made of it."""
 
     model: str
     prompt: str | list[int]
     ends: str
+    """Where the prompt ends."""
     together: bool
+    """Whether the prompt is sent with others."""
     cold: Answer | None = None
     steady: bool = True
+    """Whether two cold runs agreed."""
 
 
 @dataclass
 class Tier:
-    """What was found where the prompts' KV should come from one tier. ``how``: how they were brought to come from it;
-    ``first``: the first difference. Tokens and hits are those of the prompts that were compared."""
+    """The prompts whose KV should come from one tier, and how their answers compare."""
 
     tier: str
     how: str
+    """How the KV was brought to come from this tier."""
     wants_hits: bool = True
     prompts: int = 0
     prompts_hit: int = 0
@@ -124,6 +126,7 @@ class Tier:
     hits_by_tier: dict[str, int] = field(default_factory=dict)
     differences: int = 0
     first: dict[str, Any] | None = None
+    """The first difference."""
 
     @property
     def verdict(self) -> str:
@@ -257,7 +260,6 @@ class Verification:
                               "cold runs were not compared, and conversations were left out")  # fmt: skip
 
     def _tokens(self, count: int) -> list[int]:
-        """A new prompt of ``count`` tokens."""
         return (self._head + self._random.choices(self._pool, k=count))[:count]
 
     def _text(self, count: int) -> str:
@@ -304,7 +306,6 @@ class Verification:
         self.allowed = max(self.options.tolerance, FACTOR * self.noise)
 
     async def _compare(self, tier: Tier, probes: Sequence[Probe]) -> None:
-        """Send ``probes``, and compare the answers with the cold ones."""
         self.tiers.append(tier)
 
         async def one(probe: Probe) -> None:
@@ -424,7 +425,6 @@ class Verification:
         await self._each(f"{name}: other prompts", range(-(-count // length)), one, self.options.at_once)
 
     async def _serving(self, name: str) -> None:
-        """Wait until the server answers a request."""
         while True:
             self._tell(f"{name}: waiting for the server")
             try:
@@ -436,7 +436,6 @@ class Verification:
             await asyncio.sleep(0.2)
 
     def _note(self) -> None:
-        """Say what a reader of the figures should know."""
         if unsteady := sum(not probe.steady for probe in self.probes):
             self.notes.append(f"{unsteady} prompts were left out: two cold runs were more than {UNSTEADY:g} nats apart")
         for found in self.tiers:

@@ -46,19 +46,21 @@ class ShelfStatistics(NamedTuple):
 
 class Statistics(NamedTuple):
     """Counts. Those up to ``deferred_backups`` are of now, the others since the start. ``device`` and ``host`` are in
-    the order of the components. ``operations``: how many are in flight, by kind. ``evicted_device``, ``evicted_host``:
-    pages and states. ``lost_pages``: how many of these evicted ones were only copies, dropped although the write policy
-    meant to keep them."""
+    the order of the components.
+    """
 
     nodes: int
     leases: int
     device: tuple[ShelfStatistics, ...]
     host: tuple[ShelfStatistics, ...]
     operations: dict[str, int]
+    """How many operations are in flight, by kind."""
     deferred_backups: int
     evicted_device: int
     evicted_host: int
+    """Pages and states, as in ``evicted_device``."""
     lost_pages: int
+    """How many evicted pages were only copies, dropped although the write policy meant to keep them."""
     splits: int
     failed_loads: int
 
@@ -70,8 +72,8 @@ class CacheCore:
     done by the next slice of the call (``More``), or by ``follow_up``.
 
     ``release``, ``claim``, ``release_claim`` and ``prefetch_release`` split, evict and back up nothing, so they may be
-    called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
-    ``follow_up``, and ``behind`` is True while there is any.
+    called at any time. They may make room for something that waits, such as a backup. That is left to ``follow_up``;
+    ``behind`` is True while there is any.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -300,7 +302,7 @@ class CacheCore:
     def drain(self, walk: Walk) -> Plan | More:
         """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
         slice of ``walk``: it returns ``More`` if the next call is to go on, else the last plan."""
-        self._transfers.save_some(walk)
+        self._transfers.backup_some(walk)
         return self.world.plan() if walk.over() else More(self.world.plan())
 
     def survey(self) -> Survey:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asynccache.core.holds import release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import retire
-from asynccache.core.ledger import COMPUTE, LOAD_BACK, CoreLease, Hold
+from asynccache.core.ledger import COMPUTE, LOAD_BACK, CoreLease
 from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Compute, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
@@ -28,13 +28,15 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
-    """The outcome of a commit. ``length``: how many tokens of the lease are committed so far. ``took``: whether the
-    checkpoint's slot went to the tree. ``computing``: the ``Compute`` in the plan; 0: there is none."""
+    """The outcome of a commit."""
 
     plan: Plan
     length: int
+    """How many tokens of the lease are committed so far."""
     took: bool
+    """Whether the checkpoint's slot went to the tree."""
     computing: int
+    """The ``Compute`` in the plan; 0: there is none."""
 
 
 def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
@@ -49,9 +51,7 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
 
 
 class _Commit:
-    """One commit of the pages ``begin`` to ``total``. ``window``: the first page whose SWA the end needs. ``spares``:
-    the slots to retire, by component. ``filled``: the nodes of which the commit filled device cells, with a bit for
-    each; None: nobody asks, since all pages are computed."""
+    """One commit of the pages ``begin`` to ``total``."""
 
     __slots__ = ("begin", "filled", "hashes", "key", "lease", "spares", "total", "window")
 
@@ -65,8 +65,12 @@ class _Commit:
         self.begin = begin
         self.total = total
         self.window = window
+        """The first page whose SWA the end needs."""
         self.spares = spares
+        """The slots to retire, by component."""
         self.filled = filled
+        """The nodes of which the commit filled device cells, with a bit for each; None: nobody asks, since all pages
+        are computed."""
 
     def note(self, node: Node, c: int) -> None:
         """Note that the commit filled the device cell of component ``c`` of ``node``."""
@@ -112,7 +116,6 @@ class Commits:
     def commit(
         self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None, computed: bool
     ) -> Committed | Wait:
-        """See ``CacheCore.commit``."""
         world, size, page = self._world, self._page_size, self._world.page_bytes
         begin, total = lease.length // size, min(len(key) // page, lease.reserved // size)
         path, reached = walk(lease.hold.end, key, begin * page, page, total * page)
@@ -127,12 +130,21 @@ class Commits:
             end = self._merge(work, node)
         fresh = self._grow(work, end)
         end = fresh[-1] if fresh else end
-        old = self._move_hold(work, end)
+        # The hold moves before new nodes are filled: a cell that is pinned when its data comes need not enter an order.
+        old, released = lease.hold, lease.own_from[self._swa] if self._swa else 0
+        lease.hold = take_hold(world, end, end.end, floor=released if released > begin else 0)
+        if end.parent is not None:
+            world.recency.touch(end, 0)
         for node in fresh:
             self._fill(work, node)
         took = checkpoint is not None and bool(self._mamba) and self._attach(work, end, checkpoint)
         release_hold(world, old)
-        self._keep_rest(work, end)
+        work.keep_rest(0, end.end)
+        if self._swa:
+            work.keep_rest(self._swa, end.end)
+        lease.length = end.end * size
+        if any(work.spares):
+            retire(world, work.spares)
         computing = 0 if work.filled is None else self._await_engine(lease, work.filled)
         self._write_out(lease, end, begin, took)
         return Committed(world.plan(), lease.length, took, computing)
@@ -170,9 +182,11 @@ class Commits:
             work.spares[c] += slots
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. The new nodes are
-        cut at three places: where released SWA pages end, where the window begins, and where the part begins that is
-        private to the conversation. If the lease has released all SWA pages up to the end, no node is added."""
+        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them.
+
+        They are cut at three places: where released SWA pages end, where the window begins, and where the part begins
+        that is private to the conversation. Nothing is added if the lease has released all SWA pages up to the end.
+        """
         total = work.total
         if end.end >= total:
             return []
@@ -206,19 +220,7 @@ class Commits:
             self._world.recency.idle(node, c)
         return node
 
-    def _move_hold(self, work: _Commit, end: Node) -> Hold:
-        """Have the lease hold the path to ``end``, and return its old hold, still pinned. The hold is moved before new
-        nodes are filled, because a cell that is pinned when its data comes need not be put into an eviction order."""
-        lease = work.lease
-        old = lease.hold
-        released = lease.own_from[self._swa] if self._swa else 0
-        lease.hold = take_hold(self._world, end, end.end, floor=released if released > work.begin else 0)
-        if end.parent is not None:
-            self._world.recency.touch(end, 0)
-        return old
-
     def _fill(self, work: _Commit, node: Node) -> None:
-        """Give the lease's pages to ``node``, which is new."""
         world, swa = self._world, self._swa
         start = node.parent.end  # type: ignore[union-attr]
         world.fill(node, 0, work.own(0, start, node.end), PRESENT)
@@ -226,16 +228,6 @@ class Commits:
         world.publish(Medium.GPU, True, node)
         if swa and start >= work.lease.own_from[swa]:
             self._insert(work, node, swa, work.own(swa, start, node.end))
-
-    def _keep_rest(self, work: _Commit, end: Node) -> None:
-        """Leave the lease its pages beyond ``end``, and retire the duplicates."""
-        lease = work.lease
-        work.keep_rest(0, end.end)
-        if self._swa:
-            work.keep_rest(self._swa, end.end)
-        lease.length = end.end * self._page_size
-        if any(work.spares):
-            retire(self._world, work.spares)
 
     def _attach(self, work: _Commit, end: Node, checkpoint: tuple[int, int]) -> bool:
         """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree
@@ -286,8 +278,8 @@ class Commits:
         elif self._policy is _WRITE_BACK:
             due = None
         if due is not None:
-            self._transfers.save_or_defer(due, begin)
-        self._transfers.save_coldest()
+            self._transfers.backup_or_defer(due, begin)
+        self._transfers.backup_coldest()
 
     def _count_pass(self, lease: CoreLease, end: Node) -> Node | None:
         """Count that this lease has passed, once, through every node up to ``end`` without a host copy. Return the

@@ -19,16 +19,18 @@ from asynccache.core.tree import ABSENT, HERE, PRESENT, Node
 
 
 class Component(ABC):
-    """One kind of KV. ``index``: its number in the configuration, which is also its place in a node's lists for the
-    device. ``host``: its place in these lists for the host. ``divides``: True if a split divides its data."""
+    """One kind of KV."""
 
     __slots__ = ("divides", "host", "index", "kind")
 
     def __init__(self, kind: ComponentKind, index: int, hosts: int, *, divides: bool) -> None:
         self.kind = kind
         self.index = index
+        """The component's number in the configuration, which is also its place in a node's lists for the device."""
         self.host = index + hosts
+        """The component's place in a node's lists for the host."""
         self.divides = divides
+        """True if a split divides the component's data."""
 
     @abstractmethod
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
@@ -69,13 +71,14 @@ class FullComponent(Component):
 
 
 class SlidingWindowComponent(Component):
-    """Sliding-window attention. ``window``: its reach in pages, rounded up."""
+    """Sliding-window attention."""
 
     __slots__ = ("window",)
 
     def __init__(self, index: int, hosts: int, window: int) -> None:
         super().__init__(ComponentKind.SWA, index, hosts, divides=True)
         self.window = window
+        """The reach in pages, rounded up."""
 
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
         own, other = self.index, self.host

@@ -1,14 +1,12 @@
-"""Eviction: how recent every cell is, the queues in which candidates wait, and the policy that chooses among the ends
-of the queues.
+"""Eviction: how recent every cell is, the queues in which candidates wait, and the policy that chooses which one goes.
 
 A *candidate* is a cell that may be evicted now: nothing pins it, and if it is FULL's, no node below has FULL on the
-same tier. Each candidate waits in one ``Order``: one or more ``Queue``s, sorted by recency. A policy says in which
-queue a cell waits, and which of the oldest and newest cells of all queues goes. So a choice costs the same however many
-cells wait.
+same tier. Each candidate waits in one ``Order``, which is one or more ``Queue``s sorted by recency. The policy says in
+which queue a cell waits. To choose a victim it compares only the oldest and the newest cell of each queue, so a choice
+costs the same however many cells wait.
 
-The order of a queue may be out of date: a cell that was used or pinned since stays where it was until the policy
-chooses it. The caller of the choice checks the cell then, and puts it where it belongs. So marking a use takes no more
-than one assignment.
+Queues are lazy. Using or pinning a cell only sets its stamp, which is one assignment. The cell stays where it is until
+the policy chooses it; then the caller of the choice sees that it is out of place and moves it.
 """
 
 from __future__ import annotations
@@ -27,17 +25,19 @@ class Recency:
     """Writes the stamps of cells: of two cells of one component, the one with the smaller ``node.stamp[c]`` is the
     colder.
 
-    The stamp of a use is its time in microseconds, or one more than the last stamp, whichever is later. Below these
-    stamps are those of idle cells, which no match is likely to need, and below those the stamps of ended ones, whose
-    conversation is over. Among idle cells, and among ended ones, the one that became idle or ended first is the
-    coldest. ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the last stamp.
+    A use gets the time in microseconds as its stamp, or one more than the last stamp, whichever is later. Two kinds of
+    cells lie below all of these. *Idle* cells are those that no match is likely to need. *Ended* cells belong to a
+    conversation that is over, and lie below the idle ones. Among idle cells, as among ended ones, the first to become
+    so is the coldest.
     """
 
     __slots__ = ("now", "time")
 
     def __init__(self) -> None:
         self.time = 0
+        """The time in microseconds, as told from outside: the core has no clock."""
         self.now = 0
+        """The last stamp."""
 
     def tick(self) -> int:
         """Return a stamp that is later than all before it."""
@@ -80,14 +80,14 @@ def last_touch(node: Node, c: int) -> int:
 
 
 class Slice:
-    """A run of neighbouring cells of a queue, the coldest first. ``stamps``: the stamp by which each of ``nodes``
-    waits."""
+    """A run of neighbouring cells of a queue, the coldest first."""
 
     __slots__ = ("nodes", "queue", "stamps")
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
         self.stamps: list[int] = []
+        """The stamp by which each of ``nodes`` waits."""
         self.nodes: list[Node] = []
 
 
@@ -147,15 +147,12 @@ class Queue:
         if not at or at == len(nodes) - 1:
             self.changed = self.order.changed = True
         if len(nodes) > 2 * _SLICE:
-            self._halve(part)
-
-    def _halve(self, part: Slice) -> None:
-        upper = Slice(self)
-        upper.stamps, part.stamps = part.stamps[_SLICE:], part.stamps[:_SLICE]
-        upper.nodes, part.nodes = part.nodes[_SLICE:], part.nodes[:_SLICE]
-        self.slices.insert(self.slices.index(part) + 1, upper)
-        for node in upper.nodes:
-            node.entry[self._place] = upper
+            upper = Slice(self)
+            upper.stamps, part.stamps = stamps[_SLICE:], stamps[:_SLICE]
+            upper.nodes, part.nodes = nodes[_SLICE:], nodes[:_SLICE]
+            slices.insert(slices.index(part) + 1, upper)
+            for moved in upper.nodes:
+                moved.entry[self._place] = upper
 
 
 def withdraw(node: Node, place: int) -> None:
@@ -207,8 +204,7 @@ def _drop(part: Slice, at: int) -> bool:
 
 
 class Order:
-    """The queues of one order of one place. ``first``: the queue of idle and ended cells, which go before all others,
-    the coldest first. ``rest``: the queues among whose ends the policy chooses when ``first`` is empty.
+    """The queues of one order of one place.
 
     ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, unless the reason is
     that the cell which the policy chose was taken out (``take``). A policy may clear it and keep in ``note`` what it
@@ -219,7 +215,9 @@ class Order:
 
     def __init__(self, place: int, queues: int) -> None:
         self.first = Queue(place, self)
+        """The queue of idle and ended cells, which go before all others, the coldest first."""
         self.rest = tuple([Queue(place, self) for _ in range(queues)])
+        """The queues among whose ends the policy chooses when ``first`` is empty."""
         self.changed = True
         self.note: Any = None
 
@@ -237,58 +235,54 @@ class Order:
 
 class Curve(NamedTuple):
     """The figures that a policy has learned for one kind of page, by age; ``Learned.edges`` says where an age begins.
-
-    ``used``: how many blocks (of 512 tokens) were used again at that age. ``reached``: how many had reached it unused.
-    ``again``: the share of blocks, 0 to 1, that is used again before reaching that age. ``worth``: of two pages, the
-    one with the smaller worth is evicted.
     """
 
     name: str
     used: tuple[float, ...]
+    """How many blocks (of 512 tokens) were used again at each age."""
     reached: tuple[float, ...]
+    """How many blocks had reached that age unused."""
     again: tuple[float, ...]
+    """The share of blocks, 0 to 1, that is used again before reaching that age."""
     worth: tuple[float, ...]
+    """Of two pages, the one with the smaller worth is evicted."""
 
 
 class Learned(NamedTuple):
-    """All that a policy has learned: one curve for each kind of page, the same on all tiers.
-
-    ``edges``: the seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
-    worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: how many nodes that left it
-    remembers. ``returned``: how many blocks came back while they were remembered. A block is 512 tokens. ``leads``:
-    True if the policy now chooses by what it has learned; False if it evicts the least recently used, because that has
-    found no less of late or nothing is known yet. ``watched``: how many nodes it remembers to tell which of these two
-    ways finds more.
-    """
+    """All that a policy has learned: one curve for each kind of page, the same on all tiers."""
 
     curves: tuple[Curve, ...]
     edges: tuple[float, ...]
+    """The seconds at which the ages begin."""
     requests: int
+    """How many requests the policy was told of."""
     lessons: int
+    """How often the policy has worked out ``Curve.worth`` from them; 0: never, so all is worth the same."""
     ghosts: int
+    """How many nodes that left the tree are remembered."""
     returned: float
+    """How many blocks (of 512 tokens) came back while they were remembered."""
     leads: bool
+    """True if the policy now chooses by what it has learned; False if it evicts the least recently used, because that
+    has found no less of late or nothing is known yet."""
     watched: int
+    """How many nodes are remembered to tell whether the curves or recency find more."""
 
 
 class Judged(NamedTuple):
-    """A policy's judgement of one node. ``kind``: the name of its curve. ``age``: the seconds since its last use.
-    ``worth``: see ``Curve``; 0 if the node is idle or ended, since such a node is evicted before the policy is
-    asked."""
+    """A policy's judgement of one node."""
 
     kind: str
+    """The name of the node's curve."""
     age: float
+    """The seconds since the node's last use."""
     worth: float
+    """As in ``Curve``; 0 if the node is idle or ended, since such a node is evicted before the policy is asked."""
 
 
 class EvictionPolicy:
     """An eviction policy: chooses which candidate is evicted. Every policy overrides ``choose``; the other methods have
     defaults.
-
-    ``queues``: how many queues each order has for it. Idle and ended cells wait in none of these queues, and are
-    evicted before the cells in them. ``learns``: whether it is to be told of uses, and of nodes that leave.
-    ``full_only``: whether it chooses among pages of FULL alone. Then the policy is asked about component 0 only, and
-    among windows and states the least recently used is evicted.
 
     A policy that learns keeps what it knows of a node in three integers. ``node.heat`` and ``node.name`` mean what the
     policy wants; ``node.used`` is the stamp of the last use that it was told of; 0: it was told of none. On a split,
@@ -296,8 +290,13 @@ class EvictionPolicy:
     """
 
     queues: ClassVar[int] = 1
+    """How many queues each order has for this policy. Idle and ended cells wait in none of these queues, and are
+    evicted before the cells in them."""
     learns: ClassVar[bool] = False
+    """Whether the policy is to be told of uses, and of nodes that leave."""
     full_only: ClassVar[bool] = False
+    """Whether the policy chooses among pages of FULL alone. Then the policy is asked about component 0 only, and among
+    windows and states the least recently used is evicted."""
 
     def queue(self, node: Node, c: int) -> int:
         """Return in which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are

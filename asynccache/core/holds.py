@@ -1,16 +1,16 @@
 """Holds: what a lease, a claim or a prefetch pins of the tree on one tier, and how these pins change.
 
-A hold pins the cells that are needed by a match which ends in a given node: FULL on the path to that node, and of the
-other components the window or state before the end. A hold is taken and released as a whole. A *claim* is the hold on
-the host that a finished prefetch leaves behind for a request, until that request has its lease.
+A hold pins the cells that are needed by a match which ends in a given node: FULL on the path to that node, and for the
+other components the window or state before the end. A hold is taken and released as a whole.
 
-Law of splits: a hold finds its nodes again only by ``end`` and the borders in ``lows``. When a node splits, its object
-becomes the suffix, so ``end`` stays right, and the new prefix gets a copy of the counts that cover it. So the walk from
-the end node up to a border always finds the same pins.
+A hold need not hear of splits. It finds its nodes again by ``end`` and the borders in ``lows`` alone. When a node
+splits, its object becomes the suffix, so ``end`` stays right, and the new prefix gets a copy of the counts that cover
+it. So a walk from the end node up to a border always finds the same pins.
 
-Law of claims: nothing waits for a claim for good. A request that could not go on otherwise takes claims away
-(``release_one``). The request that lost its claim only computes the pages that it would have found. A claim pins nodes
-whose FULL is PRESENT on the host, so these nodes stay as long as the claim does.
+A *claim* is the hold on the host that a finished prefetch leaves behind for a request, until that request has its
+lease. Nothing waits for a claim for good: a request that could not go on otherwise takes claims away (``release_one``),
+and the request that loses one only computes the pages that it would have found. A claim pins nodes whose FULL is
+PRESENT on the host, so these nodes stay as long as the claim does.
 """
 
 from __future__ import annotations
@@ -60,15 +60,17 @@ def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
 
 
 class Claims:
-    """The claims of one world. ``held``: by the numbers of their holders, which are requests; the oldest claim first.
-    Requests that arrive later have higher numbers. ``_firm``: the holders that stand in line for their leases."""
+    """The claims of one world."""
 
     __slots__ = ("_firm", "_world", "held")
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._firm: set[int] = set()
+        """The holders that stand in line for their leases: their claims are the last to be taken."""
         self.held: dict[int, Hold] = {}
+        """The claims by the numbers of their holders, which are requests; the oldest claim first. Requests that arrive
+        later have higher numbers."""
 
     def take(self, holder: int, path: Sequence[Node], target: int) -> None:
         """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``: up to the

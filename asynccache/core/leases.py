@@ -24,26 +24,27 @@ EVERYTHING: Final = 1 << 60
 
 
 class LeaseRequest(NamedTuple):
-    """The request for a lease. Positions and lengths are in tokens.
-
-    ``space``: the digest of its namespace. ``limit``: no match goes further. ``reserve``, ``reserve_swa``: the
-    positions up to which FULL and SWA pages are taken, but no further than ``chunk`` and ``chunk_swa`` beyond the end
-    of the match. ``states``: how many MAMBA slots are taken. ``load``: True if pages may be copied for the lease, by a
-    load_back or as a private copy. ``shorter``: True if a match shorter than the longest one will do. ``shared``: how
-    many tokens of ``key`` other conversations have, too; EVERYTHING: their number is not known.
-    """
+    """The request for a lease. Positions and lengths are in tokens."""
 
     space: bytes
+    """The digest of the request's namespace."""
     key: bytes
     limit: int
+    """No match goes further than this."""
     reserve: int
     reserve_swa: int
+    """FULL pages are taken up to position ``reserve`` and SWA pages up to ``reserve_swa``, but no further than
+    ``chunk`` and ``chunk_swa`` beyond the end of the match."""
     states: int = 0
+    """How many MAMBA slots are taken."""
     load: bool = True
+    """True if pages may be copied for the lease, by a load_back or as a private copy."""
     chunk: int = EVERYTHING
     chunk_swa: int = EVERYTHING
     shorter: bool = True
+    """True if a match shorter than the longest one will do."""
     shared: int = EVERYTHING
+    """How many tokens of ``key`` other conversations have, too; EVERYTHING: their number is not known."""
 
 
 class Grant(NamedTuple):
@@ -61,7 +62,6 @@ def retire(world: World, slots: list[bytes]) -> None:
 
 
 def _limit(lease: CoreLease, valid: int) -> None:
-    """Note that no more than the first ``valid`` tokens of ``lease`` are good."""
     lease.valid = valid if lease.valid is None else min(lease.valid, valid)
 
 
@@ -81,7 +81,6 @@ class Leases:
         self.active: dict[int, CoreLease] = {}
 
     def lease(self, ask: LeaseRequest) -> Grant | Wait | More:
-        """See ``CacheCore.lease``."""
         self.check_possible(ask)
         root = self._world.enter(ask.space)
         answer = self._attempt(ask, root)
@@ -114,7 +113,6 @@ class Leases:
                 return Wait(self._world.plan())
 
     def check_possible(self, ask: LeaseRequest) -> None:
-        """See ``CacheCore.check_possible``."""
         size = self._page_size
         self._check_capacity(0, ask.reserve, size, "tokens")
         if self._swa:
@@ -133,8 +131,8 @@ class Leases:
         return -(-tokens // self._page_size)
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
-        """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
-        0, because the pages of the match themselves may take the room that the request needs."""
+        """Return the match ends to try, in pages, best first. Ends with 0 (no reuse) when the cache is idle: then
+        nothing else will free room, and the matched pages themselves may be in the way."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -255,9 +253,11 @@ class Leases:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
         self._matches.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
-        if ask.load:
-            self._clone(lease, path)
-        self._transfers.save_coldest()
+        if ask.load and self._mamba and path and lease.states:  # copy the matched state to the lease's first slot
+            op = self._transfers.open_clone(path[-1], self._mamba, lease.states[:SLOT_BYTES])
+            op.leases.append(lease)
+            lease.loads = (*lease.loads, op.id)
+        self._transfers.backup_coldest()
         return lease
 
     def _await_arrivals(self, lease: CoreLease, path: Sequence[Node], target: int) -> None:
@@ -275,19 +275,12 @@ class Leases:
         if loads:
             lease.loads = tuple(loads)
 
-    def _clone(self, lease: CoreLease, path: Sequence[Node]) -> None:
-        """Start a copy of the matched MAMBA state to the lease's first state slot."""
-        if self._mamba and path and lease.states:
-            op = self._transfers.open_clone(path[-1], self._mamba, lease.states[:SLOT_BYTES])
-            op.leases.append(lease)
-            lease.loads = (*lease.loads, op.id)
-
     # batches that failed
 
     def fail_computing(self, op: Operation) -> None:
-        """Take the pages that ``op``, a COMPUTE, covers and all below them out of the tree, since the engine does not
-        compute them. They stay pinned on the device until the engine has let go of them. What holders have of these
-        pages stays as it is, but each lease among them is told how many of its tokens are good."""
+        """Take the pages that ``op``, a COMPUTE, covers out of the tree, with everything below them: the engine does
+        not compute them. They stay pinned on the device until the engine has let go of them. Leases keep the pages that
+        they hold, and learn how many of their tokens are still good."""
         op.doomed, op.tiers = True, (DEVICE,)
         for node, _, last in op.fragments:
             self._world.pin(node, DEVICE, last)
@@ -311,7 +304,6 @@ class Leases:
     # growing and shrinking
 
     def extend(self, lease: CoreLease, reserve: int, reserve_swa: int, states: int) -> Plan | More | Wait:
-        """See ``CacheCore.extend``."""
         more = [max(0, self._ceil(reserve) - lease.reserved // self._page_size)]
         if self._swa:
             held = lease.own_from[self._swa] + len(lease.own[self._swa]) // SLOT_BYTES
@@ -334,7 +326,7 @@ class Leases:
             else:
                 lease.own[c] += taken
         lease.reserved += more[0] * self._page_size
-        self._transfers.save_coldest()
+        self._transfers.backup_coldest()
         return self._world.plan()
 
     def _trim_window(self, lease: CoreLease) -> bool:
@@ -353,7 +345,6 @@ class Leases:
         return True
 
     def advance(self, lease: CoreLease, position: int) -> Plan:
-        """See ``CacheCore.advance``."""
         swa = self._swa
         if swa:
             window = self._world.config.components[swa].window
@@ -368,7 +359,6 @@ class Leases:
         return self._world.plan()
 
     def truncate(self, lease: CoreLease, length: int) -> Plan:
-        """See ``CacheCore.truncate``."""
         keep = max(self._ceil(length), lease.length // self._page_size)
         for component in self._world.components:
             c = component.index
@@ -385,7 +375,6 @@ class Leases:
             self._world.freed = True
 
     def release(self, lease: CoreLease, ended: bool, hold_back: bool, used: bool) -> None:
-        """See ``CacheCore.release``."""
         if lease.released:
             return
         lease.released = True
@@ -434,7 +423,6 @@ class Leases:
             node = node.parent
 
     def pages(self, lease: CoreLease, kind: int) -> bytes:
-        """See ``CacheCore.pages``."""
         c = self._index[kind]
         low = 0 if c == 0 else lease.hold.lows[c]
         parts, missing = [lease.own[c]], lease.own_from[c]

@@ -55,15 +55,7 @@ Fragment = tuple[Node, int, int]
 
 
 class Operation:
-    """One transfer in flight; or a retirement, or pages that are being computed.
-
-    ``tiers``: those on which it pins what it covers. ``slots``: device slots, by component, that belong to this
-    operation alone until it closes. ``status``: None until the outcome is known; an outcome that is known may still
-    have to wait for an operation above this one in the tree. ``doomed``: another operation failed on a node that this
-    one covers, or above such a node, so this one fails whatever its outcome; or, of a COMPUTE, it is known that a batch
-    fails. ``leases``: the leases that must hear of a failure. ``parked``: operations whose outcome is known and waits
-    for the end of this one.
-    """
+    """One transfer in flight; or a retirement, or pages that are being computed."""
 
     __slots__ = ("doomed", "fragments", "id", "kind", "leases", "parked", "slots", "status", "tiers")
 
@@ -71,12 +63,20 @@ class Operation:
         self.id = op
         self.kind = kind
         self.tiers = _PINNED_TIERS[kind]
+        """The tiers on which the operation pins what it covers."""
         self.fragments: list[Fragment] = []
         self.slots: list[bytes] = []
+        """Device slots, by component, that belong to this operation alone until it closes."""
         self.status: Status | None = None
+        """None until the outcome is known. Even then it may have to wait for an operation above this one in the
+        tree."""
         self.doomed = False
+        """True once another operation has failed on a node that this one covers, or above such a node: then this one
+        fails, whatever its outcome. A COMPUTE is doomed once it is known that a batch fails."""
         self.leases: list[CoreLease] = []
+        """The leases that must hear of a failure."""
         self.parked: list[Operation] = []
+        """Operations whose outcome is known and waits for the end of this one."""
 
     def __repr__(self) -> str:
         return f"<{self.kind.name} {self.id} {[node.end for node, _, _ in self.fragments]}{' doomed' * self.doomed}>"
@@ -100,19 +100,6 @@ class Hold:
 class CoreLease:
     """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
     in tokens.
-
-    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
-    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
-    exist up to here.
-
-    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
-    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
-    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
-    failed. ``length``: how many tokens are committed so far.
-
-    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
-    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
-    decoding needs no window any more.
     """
 
     __slots__ = (
@@ -123,13 +110,24 @@ class CoreLease:
     def __init__(self, lease_id: int, hold: Hold) -> None:
         self.id = lease_id
         self.hold = hold
+        """The pins of the path that the lease holds."""
         self.own: list[bytes] = []
         self.own_from: list[int] = []
+        """By component: ``own`` has the slots that belong to this lease alone, ``own_from`` the number of the first
+        page in them."""
         self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
+        """At the grant, ``cached`` tokens were matched, FULL alone went as far as ``full``, and the lease's own load
+        brings ``loaded_tokens`` of FULL. FULL pages exist up to ``reserved``, and ``length`` tokens are committed so
+        far. ``forked``: the page at which the text left the texts of earlier requests; 0: at none. ``border``: the page
+        before which decoding needs no window any more."""
         self.loads: tuple[int, ...] = ()
+        """The operations that must be DONE before the lease's pages may be read."""
         self.shared = NOWHERE
+        """The page from which on the text is private to its conversation; NOWHERE: that page is not known."""
         self.states = b""
+        """The lease's MAMBA slots, the working copy first."""
         self.valid: int | None = None
+        """None, or how many tokens are still good after a load or a batch of the engine failed."""
         self.released = False
 
     def __repr__(self) -> str:
@@ -137,18 +135,17 @@ class CoreLease:
 
 
 class Ledger:
-    """All operations in flight.
-
-    ``ops``: the operations by id; ids rise and are never used again. ``count``: how many there are of each kind.
-    ``next``: the id of the next one.
-    """
+    """All operations in flight."""
 
     __slots__ = ("count", "next", "ops")
 
     def __init__(self) -> None:
         self.ops: dict[int, Operation] = {}
+        """The operations by id; ids rise and are never used again."""
         self.count = [0] * len(Kind)
+        """How many operations there are of each kind."""
         self.next = 1
+        """The id of the next operation."""
 
     def open(self, kind: Kind) -> Operation:
         """Open an operation that covers nothing yet, and return it."""
@@ -192,14 +189,16 @@ _SHORT = 16 * SLOT_BYTES
 
 class SlotPool:
     """The slots ``0 .. capacity - 1``, free until they are taken. The pool is a stack: what was given back last is
-    taken first. ``left``: how many slots are free. ``given``: what was given back since somebody emptied the list;
-    None: nobody asks."""
+    taken first.
+    """
 
     __slots__ = ("_runs", "capacity", "given", "left")
 
     def __init__(self, capacity: int, given: list[bytes] | None = None) -> None:
         self.capacity = self.left = capacity
+        """``left`` slots are free."""
         self.given = given
+        """What was given back since somebody emptied the list; None: nobody asks."""
         slots = array("i", range(capacity)).tobytes()
         self._runs = [slots[at : at + _RUN] for at in range(0, len(slots), _RUN)][::-1]
 
@@ -217,19 +216,15 @@ class SlotPool:
         run = self._runs.pop()
         wanted = count * SLOT_BYTES
         if len(run) < wanted:
-            run = self._join(run, wanted)
+            runs, size = [run], len(run)
+            while size < wanted:
+                runs.append(self._runs.pop())
+                size += len(runs[-1])
+            run = b"".join(runs)
         if len(run) > wanted:
             self._runs.append(run[wanted:])
             run = run[:wanted]
         return run
-
-    def _join(self, run: bytes, wanted: int) -> bytes:
-        """Return ``run`` joined with runs below it on the stack, until they are at least ``wanted`` bytes."""
-        runs, size = [run], len(run)
-        while size < wanted:
-            runs.append(self._runs.pop())
-            size += len(runs[-1])
-        return b"".join(runs)
 
     def give(self, slots: bytes) -> None:
         """Make ``slots`` free again. They are the next to be taken, in the same order."""

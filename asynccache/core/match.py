@@ -15,20 +15,19 @@ from asynccache.core.world import World
 
 
 class Match(NamedTuple):
-    """The lengths to which a prompt is cached, in tokens.
-
-    ``device``: the longest prefix that is valid on the device. ``host``: the longest prefix that is valid with the data
-    of device and host together. ``full``: how far FULL alone goes. ``host_hit_length``, ``swa_host_hit_length``: tokens
-    of FULL and of SWA that a load_back would bring to reach ``host``. ``mamba_host_hit_length``: how many MAMBA states
-    it would bring.
-    """
+    """The lengths to which a prompt is cached, in tokens."""
 
     device: int = 0
+    """The longest prefix that is valid on the device."""
     host: int = 0
+    """The longest prefix that is valid with the data of device and host together."""
     full: int = 0
+    """How far FULL alone goes."""
     host_hit_length: int = 0
     swa_host_hit_length: int = 0
+    """To reach ``host``, a load_back would bring ``host_hit_length`` tokens of FULL and this many of SWA."""
     mamba_host_hit_length: int = 0
+    """How many MAMBA states a load_back would bring."""
 
     @property
     def needs_load_back(self) -> bool:
@@ -37,15 +36,17 @@ class Match(NamedTuple):
 
 
 class Ends:
-    """The ends of a match, in pages. ``device``: with the data of the device. ``union``: with the data of device and
-    host together. ``full``: how far FULL alone goes. Never changed."""
+    """The ends of a match, in pages. Never changed."""
 
     __slots__ = ("device", "full", "union")
 
     def __init__(self, device: int, union: int, full: int) -> None:
         self.device = device
+        """The end with the data of the device."""
         self.union = union
+        """The end with the data of device and host together."""
         self.full = full
+        """How far FULL alone goes."""
 
 
 class Matches:
@@ -59,7 +60,6 @@ class Matches:
         self._mamba = world.mamba
 
     def match(self, space: bytes, key: bytes) -> Match:
-        """See ``CacheCore.match``."""
         path, reached = self._world.find(space, key)
         if not path:
             return Match()
@@ -186,16 +186,17 @@ class Cell(NamedTuple):
 
 
 class PromptRun(NamedTuple):
-    """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds. ``stored``: True if FULL is known
-    to be in storage. ``whole``: True if the prompt covers the node to its end, where a state would be. ``judged``: what
-    the eviction policy thinks of its FULL pages; None if it has no opinion."""
+    """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds."""
 
     start: int
     stop: int
     cells: tuple[Cell, ...]
     stored: bool
+    """True if FULL is known to be in storage."""
     whole: bool
+    """True if the prompt covers the node to its end, where a state would be."""
     judged: Judged | None
+    """The eviction policy's judgement of these FULL pages; None if it has none."""
 
 
 class PagesToLoad(NamedTuple):
@@ -206,25 +207,26 @@ class PagesToLoad(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The places of a prompt's pages, and what ends its match. Lengths are in tokens.
-
-    ``length``: the prompt's whole pages. ``device``, ``host``: how far a match is valid with the data of the device,
-    and of device and host together. ``full``: how far FULL alone goes. ``tree``: how far the tree knows the prompt.
-    ``loads``: the pages that would be loaded back from the host for the match. ``ends``: the component that ends the
-    match, None if the match is not cut short. ``why``: the reason in words. ``gone``: what became of the page where the
-    tree ends, as far as it is remembered.
-    """
+    """The places of a prompt's pages, and what ends its match. Lengths are in tokens."""
 
     length: int
+    """The prompt's whole pages."""
     device: int
     host: int
+    """How far a match is valid with the data of device and host together; ``device``: with that of the device alone."""
     full: int
+    """How far FULL alone goes."""
     tree: int
+    """How far the tree knows the prompt."""
     runs: tuple[PromptRun, ...]
     loads: tuple[PagesToLoad, ...]
+    """The pages that would be loaded back from the host for the match."""
     ends: ComponentKind | None
+    """The component that ends the match; None if the match is not cut short."""
     why: str
+    """The reason in words."""
     gone: Gone
+    """What became of the page where the tree ends, as far as it is remembered."""
 
 
 class Explanations:
@@ -236,7 +238,6 @@ class Explanations:
         self._size = world.config.page_size
 
     def explain(self, space: bytes, key: bytes) -> Explanation:
-        """See ``CacheCore.explain``."""
         world, size, page = self._world, self._size, self._world.page_bytes
         root = world.roots.get(space)
         path, reached = walk(root, key, 0, page) if root is not None else ([], 0)
@@ -246,9 +247,11 @@ class Explanations:
         end, limit = self._limit(path, full)
         gone = self.gone(path[-1] if path else root or Root(space, world.count), key, tree)
         ends, why = self._why(path, pages, full, end, limit, gone)
+        lacking = zip(world.components, self._matches.missing(path, end), strict=True)
+        loads = tuple(PagesToLoad(component.kind, lacks) for component, lacks in lacking if lacks)
         return Explanation(
             pages * size, found.device * size, end * size, full * size, tree * size,
-            tuple(self._runs(path, tree)), self._loads(path, end), ends, why, gone,
+            tuple(self._runs(path, tree)), loads, ends, why, gone,
         )  # fmt: skip
 
     def gone(self, node: Node, key: bytes, page: int) -> Gone:
@@ -317,14 +320,10 @@ class Explanations:
         judged = world.policy.judge(node, max(0, world.recency.time - since))
         return Judged(judged.kind, judged.age, 0.0) if judged is not None and is_idle(node, 0) else judged
 
-    def _loads(self, path: Sequence[Node], end: int) -> tuple[PagesToLoad, ...]:
-        lacking = zip(self._world.components, self._matches.missing(path, end), strict=True)
-        return tuple(PagesToLoad(component.kind, pages) for component, pages in lacking if pages)
-
 
 _MOVING = "what follows is in neither tier now, though the tree knows it: it is on its way in or out"
 _WORDS = {
-    Gone.NEVER: "what follows was never here, or so long ago that it is forgotten",
+    Gone.NEVER: "what follows was never in memory, or so long ago that it is forgotten",
     Gone.DEVICE: "what follows was evicted from the device, and there was no copy of it",
     Gone.HOST: "what follows was evicted from the host, and was not in storage",
     Gone.STORED: "what follows was evicted, and was in storage then",

@@ -2,13 +2,13 @@
 forgetting of namespaces (``Invalidation``), and the report of all pages to a store that was just attached
 (``Backfill``).
 
-Laws:
-* A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
-  between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
-* Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more. One
-  walk finds those that may go when their namespace is invalidated. After that, whatever takes the last pin or the last
-  child from a node says so (``World.loose``), so nothing is looked at again and again.
-* Pages that come into the tree during a backfill go to the store by the usual way, not by the backfill.
+A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
+between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next. Pages that come into the
+tree during a backfill reach the store by the usual way.
+
+Nobody matches below a dead root. The nodes there leave the tree leaf by leaf, when nothing pins them any more. One
+walk, at the invalidation, finds those that may go at once. After that, whatever takes the last pin or the last child
+from a node says so (``World.loose``), so no node is looked at twice in vain.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _HASHES = 32  # how many hashes are listed in a step
 
 
 class Unsaved(NamedTuple):
-    """The number of pages of FULL that a close would lose. ``host``: pages that neither the host nor a store has.
-    ``storage``: pages that the host has and no store; 0 if no store is written."""
+    """The number of pages of FULL that a close would lose."""
 
     host: int
+    """Pages that neither the host nor a store has."""
     storage: int
+    """Pages that the host has and no store; 0 if no store is written."""
 
 
 class Survey:
@@ -59,11 +60,12 @@ class Survey:
 
 
 class Listed(NamedTuple):
-    """The pages of a namespace. ``hashes``: their prefix hashes, 32 bytes each. ``writes``: the backups to
-    storage of these pages that were in flight when the list was made."""
+    """The pages of a namespace."""
 
     hashes: list[bytes]
+    """The pages' prefix hashes, 32 bytes each."""
     writes: set[int]
+    """The backups to storage of these pages that were in flight when the list was made."""
 
 
 class Listing:
@@ -110,15 +112,15 @@ class Listing:
 
 
 class Invalidation:
-    """Takes namespaces out of a world. ``_walks``: over the roots that have died, until each is over."""
+    """Takes namespaces out of a world."""
 
     def __init__(self, world: World, room: RoomMaker) -> None:
         self._world = world
         self._room = room
         self._walks: list[Walk] = []
+        """Walks below the roots that have died."""
 
     def invalidate(self, space: bytes | None, claims: Claims) -> None:
-        """See ``CacheCore.invalidate``."""
         world = self._world
         if space is None and world.roots and world.config.publish:
             world.effect(Cleared())
@@ -157,10 +159,11 @@ class Invalidation:
 
 
 class Filled(NamedTuple):
-    """A slice of a pass. ``plan`` has the operations that it began. ``over``: True if it was the last slice."""
+    """A slice of a pass. ``plan`` has the operations that it began."""
 
     plan: Plan
     over: bool
+    """True if it was the last slice."""
 
 
 class Backfill:
@@ -187,7 +190,7 @@ class Backfill:
                 before = world.ledger.next
                 world.publish(Medium.STORAGE, True, node)
                 if self._store:
-                    self._transfers.store([node], self._began)
+                    self._transfers.backup_storage([node], self._began)
                 begun_pages += size if world.ledger.next > before else 0
             if world.spent():
                 break

@@ -32,17 +32,20 @@ class Medium(Enum):
 
 class Move(NamedTuple):
     """Copy the page in slot ``src[i]`` to slot ``dst[i]``, in every pool whose slots are those of ``component``. Both
-    are slot lists. ``component``: a ``ComponentKind``."""
+    are slot lists.
+    """
 
     component: int
+    """A ``ComponentKind``."""
     src: bytes
     dst: bytes
 
 
 class StoredPages(NamedTuple):
-    """Host pages of one component and the prefix hashes they are stored under. ``component``: a ``ComponentKind``."""
+    """Host pages of one component and the prefix hashes they are stored under."""
 
     component: int
+    """A ``ComponentKind``."""
     hashes: bytes
     slots: bytes
 
@@ -73,12 +76,12 @@ class LoadBack(NamedTuple):
 
 
 class Clone(NamedTuple):
-    """Copy within the device: a request's private copy. ``after``: the id of the LoadBack that fills the source; 0 if
-    the source is on the device already."""
+    """Copy within the device: a request's private copy."""
 
     op: int
     moves: tuple[Move, ...]
     after: int
+    """The id of the LoadBack that fills the source; 0 if the source is on the device already."""
 
 
 class BackupStorage(NamedTuple):
@@ -106,17 +109,19 @@ class Compute(NamedTuple):
 class Publish(NamedTuple):
     """A KV event: FULL pages appeared on ``medium`` (``stored``), or left it.
 
-    ``parent``: the hash of the page before them, b"" at the root. ``tokens``: their int32 bytes, b"" if they left.
-    ``space``: the digest of their namespace. For STORAGE the event says that pages were written to a store or read from
-    one, but perhaps not all of them. Only the store knows which ones it has.
+    For STORAGE it says that pages were written to a store or read from one, perhaps not all of them: only the store
+    knows which ones it has.
     """
 
     medium: Medium
     stored: bool
     parent: bytes
+    """The hash of the page before the first one, b"" at the root."""
     hashes: bytes
     tokens: bytes
+    """The pages' tokens as int32 bytes, b"" if the pages left."""
     space: bytes
+    """The digest of the pages' namespace."""
 
 
 class Cleared(NamedTuple):
@@ -143,12 +148,12 @@ class Ended(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The decisions of one core call. ``freed``: some pages, pins or operations were given back, so a lease that waits
-    may fit now."""
+    """The decisions of one core call."""
 
     effects: tuple[Effect, ...] = ()
     ended: tuple[Ended, ...] = ()
     freed: bool = False
+    """True if pages, pins or operations were given back, so that a lease that waits may fit now."""
 
 
 EMPTY = Plan()

@@ -17,7 +17,8 @@ The policy learns these times while it runs; nothing need be known before.
   or the newest cell is worth least. The eight classes give sixteen such ends, and the one of these that is worth least
   is the cell that is worth least of all.
 * **Duel.** The policy chooses by worth only as long as that has found no less of late than giving up the oldest would
-  have (``Duel``). Otherwise the oldest goes.
+  have (``Duel``). Otherwise the oldest goes. It also goes while requests find less than they usually do, as long as
+  it is in doubt whether that is chance.
 
 Amounts are blocks of 512 tokens, so that curves do not depend on the page size. Counts fade, so that a new workload is
 learned anew. Before a hundred requests have been seen, all is worth the same, and the oldest goes.
@@ -95,6 +96,7 @@ _LONGEST: Final = 256
 # every second request finds nothing, one in 780 to 6,250 where 2 to 30 % do, and more where those come in runs.
 _SLACK: Final = 0.5
 _ALARM: Final = 8.0
+_DOUBT: Final = 2.0  # at 1 the trace's gains are noticeably less, at 3 a change costs up to twice as much
 _LEAST_DEVIATION: Final = 0.25
 _FEWEST: Final = 100
 _LATELY: Final = 1 / 256
@@ -286,6 +288,12 @@ class _Usual:
         self._requests = 0
         self._mean = self._square = self._short = 0.0
 
+    @property
+    def doubtful(self) -> bool:
+        """True if requests find so much less of late that it may be no chance. It is false again when they find as much
+        as they did for some time."""
+        return self._short > _DOUBT
+
     def falls(self, share: float) -> bool:
         """Note that a request has found ``share``, 0 to 1, of its pages. Returns True if requests find so much less of
         late that it cannot be chance. The usual share is learned anew then."""
@@ -319,7 +327,8 @@ class Duel:
 
     The curves were learned from one workload. When the workload changes, nobody asks for the pages that were kept for
     the old one, and the learned way's small cache finds fewer pages than before, by more than chance. Then the learned
-    way loses the lead at once, and has to win it anew.
+    way loses the lead at once, and has to win it anew. By then many pages of the new workload are lost that were used
+    once. So the learned way does not lead, either, while it is in doubt whether the change is chance.
 
     ``leads``: True while the learned way leads. ``ahead``: how many drawn pages more the learned way has found of late
     than the other; negative if it has found fewer.
@@ -327,7 +336,7 @@ class Duel:
 
     __slots__ = (
         "_asked", "_bound", "_draws", "_edges", "_found", "_held_lately", "_held_worthy", "_lately", "_mask", "_number",
-        "_queues", "_room", "_seen", "_trial", "_usual", "_worth", "ahead", "leads",
+        "_queues", "_room", "_seen", "_trial", "_usual", "_won", "_worth", "ahead", "leads",
     )  # fmt: skip
 
     def __init__(self, pages: int, worth: list[list[float]], edges: Sequence[int]) -> None:
@@ -347,7 +356,7 @@ class Duel:
         self._queues: list[list[tuple[int, int, _Seen]]] = [[] for _ in worth]
         self._usual = _Usual()
         self._asked = 0.0
-        self.leads = self._trial = False
+        self.leads = self._won = self._trial = False
 
     def __len__(self) -> int:
         """Return how many nodes the small caches know. Each has room for at most ``_MOST_PAGES`` pages."""
@@ -416,19 +425,20 @@ class Duel:
     def _judge(self, found: int, asked: int, better: int) -> bool:
         """Decide which way leads after a request for ``asked`` pages. The learned way has found ``found`` of them,
         which are ``better`` more than the other way has found. Returns True if the lead has changed."""
-        led = self.leads
+        led, won = self.leads, self._won
         self._asked += _LATELY * (asked - self._asked) if self._asked else asked
         sway = max(1, self._bound // _SWAY, int(self._asked))
         bound = max(self._bound, 2 * sway)
         self.ahead = max(-bound, min(bound, self.ahead + better))
-        if self._usual.falls(found / asked) and led:
-            self.ahead, self.leads = 0, False
+        if self._usual.falls(found / asked) and won:
+            self.ahead, self._won = 0, False
         elif abs(self.ahead) >= sway:
-            self.leads, self._trial = self.ahead > 0, False
+            self._won, self._trial = self.ahead > 0, False
         elif self._trial:
             self._found += found
             if self._found >= self._room:
-                self.leads, self._trial = self.ahead >= 0, False
+                self._won, self._trial = self.ahead >= 0, False
+        self.leads = self._won and not self._usual.doubtful
         return self.leads != led
 
     def end(self, node: Node) -> None:

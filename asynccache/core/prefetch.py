@@ -2,15 +2,16 @@
 slots.
 
 Before a prefetch begins, ``look`` says which pages to ask storage about. That takes nothing and changes nothing. A
-prefetch is opened for the pages that storage has.
+prefetch is then opened for the pages that storage has.
 
-A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
-the anchor, where the host lacks no more than a window or a state. Until it commits or is released, it holds the anchor
-and the windows that it may complete, as far as the host has them, and its slots are its own. It pins nothing on the
-device: a store may hang for as long as it likes, and requests need these pages. A prefetch begins when the host has
-room for all pages that it may bring, beside the other prefetches within their quota. If waiting is useless or has
-lasted long enough, it begins even so, and takes what can be had. So a prefetch that waits for room holds nothing, and
-one that has begun never waits for room.
+The fetched pages will hang below the *anchor*: the root, or a node whose FULL path is on the host. A prefetch may also
+end before its anchor, where the host lacks no more than a window or a state. Until it commits or is released, it holds
+the anchor and the windows that it may complete, as far as the host has them, and its slots are its own. It pins nothing
+on the device, where requests need the room: a store may hang for as long as it likes.
+
+A prefetch begins when the host has room for all pages that it may bring, beside those of other prefetches within their
+quota. If waiting is useless or has lasted long enough, it begins even so, and takes what can be had. So a prefetch that
+waits for room holds nothing, and one that has begun never waits for room.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from asynccache.core.world import World, split_at
 
 
 class PrefetchShape(NamedTuple):
-    """The geometry of one prefetch, in tokens.
-
-    ``anchor``: where its FULL pages begin. ``covered``: where a match ends without the prefetch. ``length``: how many
-    tokens the whole pages of the key have. ``window``: the reach of SWA; 0 if there is no SWA. ``swa``: the runs of SWA
-    that are there before the anchor, each from a position to a position, the first run first. ``mamba``: whether there
-    is MAMBA.
-    """
+    """The geometry of one prefetch, in tokens."""
 
     page_size: int
     anchor: int
+    """Where the prefetch's FULL pages begin."""
     covered: int
+    """Where a match ends without the prefetch."""
     length: int
+    """How many tokens the whole pages of the key have."""
     window: int
+    """The reach of SWA; 0 if there is no SWA."""
     swa: tuple[tuple[int, int], ...]
+    """The runs of SWA that are there before the anchor, each from a position to a position, the first run first."""
     mamba: bool
+    """Whether there is MAMBA."""
 
 
 def needed_pages(shape: PrefetchShape, component: int, end: int) -> tuple[int, ...]:
@@ -110,7 +111,6 @@ def _window_ends(shape: PrefetchShape, pages: bytes) -> bytes:
 
 
 def _both(some: bytes, others: bytes) -> bytes:
-    """Return the bytes that are 1 in both."""
     return (int.from_bytes(some, "big") & int.from_bytes(others, "big")).to_bytes(len(some), "big")
 
 
@@ -131,28 +131,24 @@ class PrefetchBegun(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """No prefetch: storage has nothing more to give, or too little to be worth it. ``reason``: why, in a few words."""
+    """No prefetch: storage has nothing more to give, or too little to be worth it."""
 
     reason: str
+    """Why there is none, in a few words."""
 
 
 class Taken(NamedTuple):
-    """Host slots for a prefetch. ``slots``: FULL's, fewer than were asked for if the host is short. ``aux``: those of
-    the other components, by kind; None if they cannot be had together."""
+    """Host slots for a prefetch."""
 
     slots: bytes
+    """FULL's slots, fewer than were asked for if the host is short."""
     aux: dict[int, bytes] | None
+    """The other components' slots, by kind; None if they cannot be had together."""
     plan: Plan
 
 
 class PrefetchInFlight:
-    """One prefetch in flight.
-
-    ``anchor``: the node that its pages will hang below. ``key``: the prompt from the root, ``total`` pages long.
-    ``held``: the host slots that it has taken, by component, and ``spare``: those whose pages turned out to be
-    duplicates. ``aux_end``: the end, in tokens, for which it holds auxiliary slots. ``wants``: how many slots it may
-    still take, by component. ``hold``: its pins.
-    """
+    """One prefetch in flight."""
 
     __slots__ = ("anchor", "aux_end", "held", "hold", "key", "op", "shape", "spare", "total", "wants")
 
@@ -161,14 +157,21 @@ class PrefetchInFlight:
     ) -> None:
         self.op = op
         self.anchor = anchor
+        """The node that the fetched pages will hang below."""
         self.key = key
+        """The prompt from the root, ``total`` pages long."""
         self.shape = shape
         self.total = shape.length // shape.page_size
         self.held: dict[int, bytes] = {}
+        """The host slots that the prefetch has taken, by component."""
         self.aux_end = 0
+        """The end, in tokens, for which auxiliary slots are held."""
         self.spare = b""
+        """Host slots of FULL whose pages turned out to be duplicates."""
         self.hold = hold
+        """The pins on the anchor and on what the host has of the windows."""
         self.wants = [0] * components
+        """How many more slots the prefetch may take, by component."""
 
     def take(self, size: int) -> bytes:
         """Take the next ``size`` bytes of the FULL slots that it holds, in page order, and return them."""
@@ -190,7 +193,6 @@ class PrefetchOperations:
     # open
 
     def look(self, space: bytes, key: bytes) -> PrefetchShape | Skip:
-        """See ``CacheCore.prefetch_look``."""
         world = self._world
         if world.access is Access.NONE:
             return Skip("no storage")
@@ -199,7 +201,6 @@ class PrefetchOperations:
         return self._never(path) or self._shape_of(path, reached, key)
 
     def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip | More:
-        """See ``CacheCore.prefetch_open``."""
         root = self._world.enter(space)
         answer = self._open(root, self._whole(key), begin)
         if not isinstance(answer, PrefetchBegun):
@@ -293,7 +294,7 @@ class PrefetchOperations:
         if node is None or node.state[place] == PRESENT:
             return None
         if node.state[place] == ABSENT:
-            room = self._transfers.save(node)
+            room = self._transfers.backup_host(node)
             if room is SLICE:
                 return More(self._world.plan())
             if room is SHORT:
@@ -333,7 +334,6 @@ class PrefetchOperations:
         return runs
 
     def _close(self, fetch: PrefetchInFlight, status: Status) -> None:
-        """Release what ``fetch`` holds, pins and slots, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
         world = self._world
         release_hold(world, fetch.hold)
@@ -350,7 +350,6 @@ class PrefetchOperations:
     # slots
 
     def take_full(self, op: int, pages: int, later: int) -> Taken | More:
-        """See ``CacheCore.prefetch_take_full``."""
         world, fetch = self._world, self.active[op]
         needs = [0] * world.count
         needs[0] = min(pages, world.shelves[world.count].reachable())
@@ -364,7 +363,6 @@ class PrefetchOperations:
         return Taken(slots, {}, world.plan())
 
     def take_aux(self, op: int, end: int) -> Taken | More:
-        """See ``CacheCore.prefetch_take_aux``."""
         world, fetch = self._world, self.active[op]
         for c in [c for c in fetch.held if c]:
             self._give(c, fetch.held.pop(c))
@@ -387,13 +385,11 @@ class PrefetchOperations:
     # end
 
     def release(self, op: int) -> None:
-        """See ``CacheCore.prefetch_release``."""
         if op in self.active:
             self._close(self.active[op], Status.FAILED)
 
     def commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int]) -> tuple[int, ...]:
-        """See ``CacheCore.prefetch_commit``. Return the ids of the backups that must end first; none if the commit is
-        done."""
+        """Commit, and return the ids of the backups that must end first; none if the commit is done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
             self.release(op)
@@ -408,24 +404,21 @@ class PrefetchOperations:
         if path and path[-1].end > anchor + reached // page:
             path[-1] = split_at(world, path[-1], anchor + reached // page)
         last = self._grow(fetch, self._merge(fetch, path), stop, key, hashes)
-        if last.end > stop:
-            last = self._above(last, stop)
+        if last.end > stop:  # the end lies before the anchor: only a window or a state was missing there
+            while last.parent is not None and last.parent.end >= stop:
+                last = last.parent
+            last = split_at(world, last, stop) if last.end > stop else last
         if fetch.aux_end == end and last.end == stop:
             self._fill_window(fetch, last, stop)
-            self._fill_state(fetch, last)
+            mamba, state, count = world.mamba, last.state, world.count
+            if mamba and fetch.held.get(mamba) and state[count + mamba] == ABSENT and state[count] == PRESENT:
+                self._put_on_host(fetch, last, mamba, fetch.held.pop(mamba))
         if last.parent is not None:
             self._matches.touch(last, last.end)
             for holder in holders:
                 self._transfers.claims.take(holder, [last], last.end)
         self._close(fetch, Status.DONE)
         return ()
-
-    def _above(self, node: Node, stop: int) -> Node:
-        """Return the node that ends at page ``stop`` on the path to ``node``, splitting one if need be. That is for an
-        end before the anchor: FULL is on the host there already, and only a window or a state was missing."""
-        while node.parent is not None and node.parent.end >= stop:
-            node = node.parent
-        return split_at(self._world, node, stop) if node.end > stop else node
 
     def _merge(self, fetch: PrefetchInFlight, path: Sequence[Node]) -> Node:
         """Merge fetched FULL pages into the nodes of ``path``, which appeared below the anchor meanwhile. A node
@@ -485,12 +478,3 @@ class PrefetchOperations:
                 self._put_on_host(fetch, node, swa, b"".join([slots.pop(page) for page in wanted]))
             node = node.parent
         fetch.held[swa] = b"".join(slots.values())
-
-    def _fill_state(self, fetch: PrefetchInFlight, last: Node) -> None:
-        """Give the fetched state to ``last``, the node at the end, if it has none on the host."""
-        mamba = self._world.mamba
-        if not mamba or not fetch.held.get(mamba):
-            return
-        state, count = last.state, self._world.count
-        if state[count + mamba] == ABSENT and state[count] == PRESENT:
-            self._put_on_host(fetch, last, mamba, fetch.held.pop(mamba))

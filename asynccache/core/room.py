@@ -1,19 +1,25 @@
 """Making room on a tier: which cells are evicted, in which order, and when a caller had better wait.
 
-On the device, what was condemned ahead of time goes first, then the coldest, whether the host has a copy of it or not.
-If the coldest cell is an only copy, its backup is started and awaited, unless the new copy would be the first to leave
-the host again. If the host has no room for the backup, there are three steps. The device drops the cell if storage has
-it. Else operations in flight on the host are awaited (those of storage only while storage is not late), and then
-claims are released. The last resort is to drop an only copy that the host would keep; such drops are counted.
+On the device, what was condemned ahead of time goes first, then the coldest cell. If the coldest cell is an only copy,
+its backup is started and awaited, unless the new copy would be the first that the host evicts again. If the host has no
+room for the backup, three things are tried in turn:
+
+* The cell is dropped if storage has it.
+* Operations in flight on the host are awaited; those of storage only while storage is not late.
+* Claims are released.
+
+If all of that gives nothing, an only copy is dropped that the host would have kept. Such drops are counted.
 
 On the host, copies of pages that stay on the device go first, so that both tiers together hold as many pages as they
-can. Then the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
-touched. A backup that can wait, or that a drain makes, evicts from the host only if every cell that must go for it may
-go; otherwise nothing is evicted (``make_gently``).
+can. Then the policy chooses.
 
-A call that runs out of steps says SLICE, and goes on from where it was when it is made again: what was evicted stays
-evicted. Backups that it has started are awaited first (SAVING). They take room on the host, and a slice that went on
-without them would start others, which evict the new copies again.
+Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched. Backups that can wait, and
+those of a drain, are gentler still (``make_gently``): they evict from the host only if every cell that must go for them
+may go.
+
+A call that runs out of steps says SLICE. When it is made again it goes on from there: what was evicted stays evicted.
+Backups that it has started are awaited first (SAVING), because they take room on the host, and a slice that did not
+wait for them would start others, which evict the new copies again.
 """
 
 from __future__ import annotations
@@ -60,8 +66,6 @@ class Room(Enum):
 # Reading a member from its Enum takes time, a module's name almost none.
 FREE, SHORT, SAVING, SLICE = Room
 
-Save = Callable[[Node], Room]
-
 
 class Verdict(Enum):
     """The decision about a device cell that goes next: whether it is copied first."""
@@ -84,13 +88,13 @@ class Cost(Enum):
 
 
 class RoomMaker:
-    """Frees slots by eviction. ``save`` starts the backup of a node: ``Transfers.save``."""
+    """Frees slots by eviction. ``backup_host`` starts the backup of a node: ``Transfers.backup_host``."""
 
-    __slots__ = ("_claims", "_refusal", "_save", "_world")
+    __slots__ = ("_backup_host", "_claims", "_refusal", "_world")
 
-    def __init__(self, world: World, save: Save, claims: Claims) -> None:
+    def __init__(self, world: World, backup_host: Callable[[Node], Room], claims: Claims) -> None:
         self._world = world
-        self._save = save
+        self._backup_host = backup_host
         self._claims = claims
         self._refusal: tuple[list[Node], tuple[int, ...], list[int], int, Cost] | None = None
 
@@ -154,9 +158,9 @@ class RoomMaker:
         return room
 
     def _is_refused(self, needs: Sequence[int], reach: Sequence[int], cost: Cost) -> bool:
-        """Return True if the last refusal holds for ``needs``, too: no less is wanted at the same cost, no more can be
-        reached, nothing was used since, and the same nodes are still in the way. During a drain many backups ask in a
-        row, and without this test each would repeat the first one's search in vain."""
+        """Return True if the last refusal of ``make_gently`` holds for ``needs``, too. That is so if no less is wanted
+        at the same cost, no more can be reached, nothing was used since, and the same nodes are still in the way. A
+        drain asks for many backups in a row; without this test each would repeat the first one's search."""
         if self._refusal is None:
             return False
         nodes, wanted, reached, now, cost_then = self._refusal
@@ -172,13 +176,16 @@ class RoomMaker:
         self, needs: Sequence[int], cost: Cost, taken: dict[tuple[Node, int], None],
         above: list[tuple[Node, list[int]]], stay: list[tuple[Node, int]],
     ) -> Room:  # fmt: skip
-        """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
-        ``taken``; cells that may not go gently are added to ``stay``. Return FREE if enough were taken. SHORT: no cell
-        is left, or too many are in the way. For a drain that is more than a few, since a store may refuse some pages
-        for good. For a backup that can wait it is a single one: what goes then is what eviction would take.
+        """Take cells out of the host's orders until what goes with them is enough for ``needs``. Chosen cells are added
+        to ``taken``, and those that may not go to ``stay``. Returns FREE if enough were taken, SHORT if no cell is left
+        or too many are in the way.
 
-        As in an eviction, a node whose last child is taken waits among the others. Each parent is added to ``above``,
-        with the stamps that it had."""
+        How many are too many? For a backup that can wait, one: eviction would take that one next. For a drain a few
+        more, since a store may refuse some pages for good.
+
+        As in an eviction, a node whose last child is taken waits among the others. Its parent is added to ``above``,
+        with the stamps that the parent had.
+        """
         world, count = self._world, self._world.count
         left = [shelf.slots.left for shelf in world.shelves[count:]]
         going: set[Node] = set()
@@ -245,10 +252,12 @@ class RoomMaker:
         return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
 
     def judge(self, node: Node, place: int) -> Verdict:
-        """Return what is to be done with this device cell. It is outdone if every cell that the host would have to give
-        up for a copy of it would outlive that copy, unless storage is to have it. A leaf leaves with all its
-        components. Its first component without a copy decides, because on the host the components after it would go
-        with that one, too."""
+        """Decide what becomes of this device cell, which goes next.
+
+        It is *outdone* if backing it up is pointless: the copy would be the next page that the host evicts, and storage
+        is not to have it. A leaf leaves with all its components. The first of them that has no copy decides, because on
+        the host the later ones would go together with that one.
+        """
         world = self._world
         if self.is_expendable(node, place):
             return EXPENDABLE
@@ -285,9 +294,11 @@ class RoomMaker:
         self.evict(node, place)
 
     def _may_go_gently(self, node: Node, cost: Cost) -> bool:
-        """Return True if storage has the host copy of ``node``, and ``cost`` allows for it. A copy that was made so
-        that its device cell can go is not spare. If it went, the request that waits for the device cell would start its
-        backup anew, and again find the copy gone, as often as there are backups that can wait."""
+        """Return True if storage has the host copy of ``node``, and ``cost`` allows for it.
+
+        A copy that was made so that its device cell can go is not spare. If it went, the request that waits for the
+        device cell would start the backup anew and lose the copy again, as often as there are backups that can wait.
+        """
         if node.condemned and cost is Cost.SPARE:
             return False
         count, stored = self._world.count, self._world.stored(node)
@@ -313,7 +324,7 @@ class RoomMaker:
             elif verdict is OUTDONE:
                 self._evict_outdone(node, place)
             else:
-                room = self._save(node) if verdict is UNSAVED else SLICE
+                room = self._backup_host(node) if verdict is UNSAVED else SLICE
                 world.offer(node, place)
                 if room is SLICE:
                     return pause
@@ -359,7 +370,6 @@ class RoomMaker:
         return _BY_ITSELF if self._world.storage_is_late else _ON_HOST
 
     def _may_save(self, node: Node, place: int) -> bool:
-        """Return True if a backup of this cell is wanted and could ever fit on the host."""
         host = self._world.shelves[self._world.count :]
         fits = node.end <= host[0].slots.capacity and self._world.pages(node, place) <= host[place].slots.capacity
         return fits and self._wants_backup(node)

@@ -55,25 +55,22 @@ SLICE_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class ComponentSlots:
-    """The number of slots that one component has on device and host. ``host``: 0 if there is no host tier. ``window``:
-    tokens, for SWA only."""
+    """The number of slots that one component has on device and host."""
 
     kind: ComponentKind
     device: int
     host: int = 0
+    """Slots on the host; 0 if there is no host tier."""
     window: int = 0
+    """The window in tokens, for SWA only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
     """The core's settings, already validated by ``asynccache.config``.
 
-    ``components`` are ordered FULL, SWA, MAMBA; FULL is always there. A *slot* holds one page (FULL, SWA) or one
-    state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
-    ``remember``: how many nodes that left the tree are remembered, to tell why a request missed. ``storage``: True if a
-    store that is written is attached from the beginning. ``publish``: True if plans have KV events.
-    ``note_given``: True if device slots that are given back are noted (``SlotPool.given``).
-    ``write_back_watermark``: a share of the smaller tier, 0 to 1. ``slice_steps``: see ``SLICE_STEPS``.
+    ``components`` are ordered FULL, SWA, MAMBA; FULL is always there. A *slot* holds one page (FULL, SWA) or one state
+    (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
     """
 
     page_size: int
@@ -81,15 +78,20 @@ class CoreConfig:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     eviction: str = "p2c"
     storage: bool = False
+    """True if a store that is written is attached from the beginning."""
     publish: bool = False
+    """True if plans have KV events."""
     prefetch_threshold: int = 256
     load_back_threshold: int = 0
     max_backup_ops: int = 256
     max_prefetch_pages: int = 1 << 30
     write_back_watermark: float = 0.1
+    """How much is kept free or condemned, as a share of the smaller tier, 0 to 1."""
     slice_steps: int = SLICE_STEPS
     remember: int = 0
+    """How many nodes that left the tree are remembered, to tell why a request missed."""
     note_given: bool = False
+    """True if device slots that are given back are noted (``SlotPool.given``)."""
 
 
 POLICIES: dict[str, Callable[[CoreConfig], Any]] = {}

@@ -55,10 +55,7 @@ _CLIMBED = 16  # how many nodes of a path that is walked upwards count as a step
 
 
 class Transfers:
-    """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
-    storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other
-    any more, the next one last."""
+    """The transfers of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -67,16 +64,21 @@ class Transfers:
         self._rooms = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
         self.claims = Claims(world)
         self.promised = [0] * world.count
-        self.room = RoomMaker(world, self.save, self.claims)
+        """Host slots that prefetches in flight may still take, by component: no backup takes them."""
+        self.room = RoomMaker(world, self.backup_host, self.claims)
         self.deferred: dict[Node, None] = {}
+        """Nodes whose backup could not start yet."""
         self.unstored: dict[Node, None] = {}
+        """Nodes that storage did not take."""
         self._storage_works = False
         self._outcomes: deque[Outcome] = deque()
+        """Outcomes that were not applied yet."""
         self._unparked: list[Operation] = []
+        """Operations that need wait for no other any more, the next one last."""
 
     # backup_host
 
-    def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> Room:
+    def backup_host(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> Room:
         """Start the backup of ``node`` and of every ancestor that lacks one. Returns FREE if it was started, or there
         was nothing to start; SHORT if it must wait; SLICE if room for it was made on the host, and the next call goes
         on. Pages that the host could never hold are left out.
@@ -91,11 +93,14 @@ class Transfers:
             return SHORT
         return self._open_backup(chain, cost)
 
-    def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """Call ``save``, for which the host may give up spare copies only. A backup that must wait is tried again later
-        in two cases: storage is to have the pages, or too many backups were in flight. Any other node can wait until it
-        is among the coldest of the device, because before that a copy on the host would only take room."""
-        room = self.save(node, floor, Cost.SPARE)
+    def backup_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
+        """Start the backup of ``node``, for which the host may give up spare copies only.
+
+        A backup that must wait is tried again later if storage is to have the pages, or if only too many backups were
+        in flight. Any other node can wait until it is among the coldest of the device: before that, a copy on the host
+        would only take room.
+        """
+        room = self.backup_host(node, floor, Cost.SPARE)
         if room is FREE:
             self.deferred.pop(node, None)
         elif room is not SHORT:
@@ -113,7 +118,7 @@ class Transfers:
             del self.deferred[node]
             if node.parent is None or node.root.dead:
                 continue
-            room = self.save(node, 0, Cost.SPARE)
+            room = self.backup_host(node, 0, Cost.SPARE)
             if room is not FREE:
                 self.deferred[node] = None
                 self._world.behind |= room is SLICE
@@ -122,16 +127,16 @@ class Transfers:
                 self._world.behind |= bool(self.deferred)
                 return
 
-    def save_some(self, walk: Walk) -> None:
+    def backup_some(self, walk: Walk) -> None:
         """Start every backup that can be started in the next slice of ``walk``: of data that only the device has, and
         of host pages that are not in storage."""
         world = self._world
         while not walk.over():
             node = walk.peek()
             if node is not None and not node.root.dead:
-                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) is SLICE:
+                if self._worth_saving(node) and self.backup_host(node, cost=Cost.STORED) is SLICE:
                     return
-                self.store([node])
+                self.backup_storage([node])
             walk.step()
             if world.spent():
                 return
@@ -145,10 +150,12 @@ class Transfers:
         return bool(fits) and node.end <= self._rooms[0]
 
     def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
-        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has, root
-        first, each with a bit per such component. None if a host copy on the way is leaving: nothing can follow it.
+        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has: root
+        first, each with a bit for every such component. None if a host copy on the way is leaving, because nothing can
+        follow it.
 
-        The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host, too.
+        The walk up ends at a node that lacks nothing and ends at page ``floor`` or before: what is above it has FULL on
+        the host, too.
         """
         chain = []
         place, climbed = self._count, 0
@@ -250,7 +257,7 @@ class Transfers:
 
     # backup_storage
 
-    def store(self, nodes: Iterable[Node], again: int = 0) -> None:
+    def backup_storage(self, nodes: Iterable[Node], again: int = 0) -> None:
         """Start storing what ``nodes`` have on the host and storage lacks. ``again``: the number of an operation; if it
         is not 0, all host pages of the nodes are stored, except those that this operation or a later one is storing."""
         world, count = self._world, self._count
@@ -273,10 +280,10 @@ class Transfers:
         world.effect(BackupStorage(op.id, tuple(pages)))
 
     def store_again(self) -> None:
-        """Try again some of the nodes that storage did not take, if storage has just taken others and has nothing else
-        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes over time.
-        The nodes of one try are few, so that they pin little of the host. A node that is too large even alone is not in
-        ``unstored`` (see ``_stored``), and is left to the next drain."""
+        """Offer some of the nodes that storage did not take once more, if storage has just taken others and is idle
+        now. So a store that is away or too slow is left alone, and one that is back gets these nodes over time. Few are
+        tried at once, so that they pin little of the host. A node that is too large even alone was never added to
+        ``unstored`` (``_stored``): only a drain tries it again."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False
@@ -286,7 +293,7 @@ class Transfers:
                 del self.unstored[node]
                 pages -= self._world.pages(node, 0)
                 if node.parent is not None:
-                    self.store([node])
+                    self.backup_storage([node])
 
     def _unstored(self, node: Node, again: int) -> int:
         if node.root.dead:
@@ -299,7 +306,7 @@ class Transfers:
 
     # ahead of demand
 
-    def save_coldest(self) -> None:
+    def backup_coldest(self) -> None:
         """Condemn the coldest leaves of the device, and start backups of those that are to have one, until free and
         condemned pages pass the watermark. Nothing is done where every page has its copy already, because then no
         eviction has to wait. If the call runs out of steps, the next one that takes pages goes on.
@@ -315,7 +322,7 @@ class Transfers:
             if node is None:
                 return
             verdict = self.room.judge(node, 0)
-            if verdict is OPEN or (verdict is UNSAVED and self.save(node) is not FREE):
+            if verdict is OPEN or (verdict is UNSAVED and self.backup_host(node) is not FREE):
                 world.offer(node, 0)
                 return
             world.condemn(node, 0)
@@ -336,20 +343,23 @@ class Transfers:
         """Apply outcomes, and after each one those that were parked until then. Return True if some are left."""
         world, outcomes, unparked = self._world, self._outcomes, self._unparked
         while outcomes or unparked:
-            op = unparked.pop() if unparked else self._told(outcomes.popleft())
+            if unparked:
+                op = unparked.pop()
+            else:
+                outcome = outcomes.popleft()
+                told = world.ledger.ops.get(outcome.op)
+                if told is None or told.status is not None or told.kind is PREFETCH:
+                    raise InvariantViolation(
+                        f"an outcome for operation {outcome.op}, which is not waiting for one: {told}"
+                    )
+                told.status = outcome.status
+                op = told
             if op.id in world.ledger.ops:  # else it was doomed while it was parked, and has been closed since
                 world.steps += 2 * len(op.fragments) + 1
                 self._close(op)
             if world.spent():
                 break
         return bool(outcomes or unparked)
-
-    def _told(self, outcome: Outcome) -> Operation:
-        op = self._world.ledger.ops.get(outcome.op)
-        if op is None or op.status is not None or op.kind is PREFETCH:
-            raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
-        op.status = outcome.status
-        return op
 
     def _close(self, op: Operation) -> None:
         if op.kind is BACKUP_HOST:
@@ -410,8 +420,8 @@ class Transfers:
 
     def _above(self, op: Operation, base: int) -> Operation | None:
         """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one; or,
-        if ``op`` is a backup, a COMPUTE of such a node; None if there is none. ``base``: the place of the tier's first
-        component."""
+        if ``op`` is a backup, a COMPUTE of such a node or of any node above; None if there is none. ``base``: the place
+        of the tier's first component."""
         brings = {node for node, moves, _ in op.fragments if moves & 1}
         for node, _, _ in op.fragments:
             parent = node.parent
@@ -419,10 +429,23 @@ class Transfers:
             for above in (node, parent):
                 if above.state[base] == ARRIVING and above not in brings:
                     return next(o for o in above.ops if o.kind is op.kind and _moves(o, above) & 1)
-                if base:
-                    computing = [o for o in above.ops if o.kind is COMPUTE and not o.doomed]
-                    if computing:
-                        return computing[0]
+        return self._computing(op) if base and self._world.ledger.count[COMPUTE] else None
+
+    def _computing(self, backup: Operation) -> Operation | None:
+        """Return a COMPUTE of a node that ``backup`` covers, or of one above: its pages may rest on that batch, even if
+        the host had everything between them long before, because the batch has brought a state there, or brought pages
+        back to the device."""
+        climbed, node = 0, backup.fragments[0][0]
+        for other, _, _ in backup.fragments:
+            if other.end > node.end:
+                node = other
+        while node.parent is not None:
+            climbed += 1
+            for op in node.ops:
+                if op.kind is COMPUTE and not op.doomed:
+                    return op
+            node = node.parent
+        self._world.steps += climbed // _CLIMBED
         return None
 
     def _arrived(self, op: Operation, tier: int, base: int) -> None:
@@ -437,7 +460,7 @@ class Transfers:
             if tier == HOST:
                 node.unsavable = False
         if tier == HOST:
-            self.store([node for node, _, _ in fragments])
+            self.backup_storage([node for node, _, _ in fragments])
         world.uncover(op)
         world.end(op, Status.DONE)
 

@@ -70,17 +70,6 @@ class Node:
     device, then the components on the host. ``state``; ``slots``, bytes of int32; ``pins``, the counts that keep the
     data; ``entry``, the slice of an eviction queue in which the cell waits, or None. Only ``stamp`` has one entry for
     each component, which both tiers share.
-
-    ``hashes``: the prefix hashes of its pages, 32 bytes each, or b"" if they are not known. ``kids_device``,
-    ``kids_host``: how many children have FULL in any state but ABSENT on that tier. ``ops``: the operations that cover
-    this node. ``stored``: a bit for each component that is known to be in storage, and above these bits the era in
-    which that was noted; read it with ``World.stored``. ``passes``, ``passer``: for write_through_selective, how many
-    leases have committed through this node while it had no host copy, and the id of the last of them. ``unsavable``:
-    its last backup to the host failed, so it may be dropped without waiting for another.
-
-    ``condemned``: a bit for each component whose device cell was chosen to be evicted next. The host has a copy of such
-    a cell, or gets one by a backup in flight, or is to have none. FULL's bit stands for the whole leaf. The bits are
-    cleared when a request wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy.
     """
 
     __slots__ = (
@@ -101,11 +90,21 @@ class Node:
         self.entry: list[Slice | None] = [None] * places
         self.stamp = [0] * components
         self.kids_device = self.kids_host = 0
+        """How many children have FULL on that tier in any state but ABSENT."""
         self.hashes = b""
+        """The prefix hashes of its pages, 32 bytes each, or b"" if they are not known."""
         self.ops: tuple[Operation, ...] = ()
+        """The operations in flight that cover this node."""
         self.stored = self.passes = self.passer = 0
+        """``stored`` has a bit for each component that is known to be in storage, and above these bits the era in which
+        that was noted: read it with ``World.stored``. For write_through_selective: ``passes`` leases have committed
+        through this node while it had no host copy, and ``passer`` is the last of them."""
         self.unsavable = False
+        """True if the node's last backup to the host failed, so the node may be dropped without waiting for another."""
         self.condemned = self.heat = self.name = self.used = 0
+        """``condemned`` has a bit for each component whose device cell goes next. The host has a copy of such a cell,
+        or gets one by a backup in flight, or is to have none. FULL's bit stands for the whole leaf. The bits are
+        cleared when a request wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy."""
 
     def __repr__(self) -> str:
         cells = [f"{NAMES[state]} {pins} pins" for state, pins in zip(self.state, self.pins, strict=True)]
@@ -115,13 +114,7 @@ class Node:
 class Root(Node):
     """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1).
 
-    ``dead``: the namespace was invalidated, so nobody matches below this root any more. ``mute``: KV events tell no
-    more of its pages, since all namespaces were invalidated together, or the pages were withdrawn before. ``holders``:
-    how many leases and prefetches may still hang something below it. ``left``: the hashes of nodes that have left since
-    somebody began to list the namespace's pages; None while nobody does.
-
-    A node whose batch has failed gets a dead root of its own, of which it is the only child (``cut_off``). ``origin``:
-    the root that it was below before, which counts its holders; of any other root, the root itself.
+    A node whose batch has failed gets a dead root of its own, of which it is the only child (``cut_off``).
     """
 
     __slots__ = ("dead", "holders", "left", "mute", "origin")
@@ -130,9 +123,16 @@ class Root(Node):
         super().__init__(b"", 0, None, components)
         self.hashes = space
         self.dead = self.mute = False
+        """``dead``: nobody matches below this root any more, because its namespace was invalidated. ``mute``: KV events
+        tell no more of its pages; they were withdrawn before, or all namespaces were invalidated together."""
         self.holders = 0
+        """How many leases and prefetches may still hang something below it."""
         self.left: list[bytes] | None = None
+        """The hashes of nodes that have left since somebody began to list the namespace's pages; None while nobody
+        does."""
         self.origin: Root = self
+        """For a root that was made by ``cut_off``, the root that its node was below before, which counts the holders;
+        else this root."""
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:

@@ -71,15 +71,13 @@ _MASK = (1 << _BITS) - 1
 
 
 class Shelf:
-    """One component on one tier. ``slots``: its slots. ``evictable``: how many of them eviction could free. ``orders``:
-    the cells that may be evicted, those that go EARLY and those that go LATE.
+    """One component on one tier.
 
-    On the device, condemned cells go early. On the host, copies of pages that stay on the device go early. ``policy``
-    chooses among the rest. It is the policy of the cache only where pages leave the last tier, and for windows and
-    states only if that policy wants to choose among them. Elsewhere it is ``Lru``: pages that leave a device for a host
-    are not lost, and by recency the pages of a path leave the device together. If the end of a path left alone, the
-    host, where data is closed towards the root, would have to hold the rest of the path, too, while that is still on
-    the device.
+    On the device, condemned cells go early; on the host, copies of pages that stay on the device do. ``policy`` chooses
+    among the rest. The cache's own policy chooses only where pages leave the last tier, and among windows and states
+    only if it wants to. Everywhere else the policy is ``Lru``. Pages that leave a device for a host are not lost, and
+    by recency the pages of one path leave the device together. If only the end of a path left, the host, which is
+    closed towards the root, would have to hold the rest of the path, too, while that is still on the device.
     """
 
     __slots__ = ("evictable", "orders", "policy", "slots")
@@ -87,8 +85,10 @@ class Shelf:
     def __init__(self, place: int, capacity: int, policy: EvictionPolicy, given: list[bytes] | None = None) -> None:
         self.slots = SlotPool(capacity, given)
         self.evictable = 0
+        """How many slots eviction could free."""
         self.policy = policy
         self.orders = (Order(place, 0), Order(place, type(policy).queues))
+        """The cells that may be evicted, those that go EARLY and those that go LATE."""
 
     def reachable(self) -> int:
         """Return how many slots are free or could be freed by eviction."""
@@ -96,13 +96,13 @@ class Shelf:
 
 
 class Counters:
-    """Counts. ``nodes``: how many there are now. All others are of what has happened since the start: ``evicted_*`` and
-    ``lost_pages`` in slots, ``failed_loads`` in operations."""
+    """Counts of what has happened since the start."""
 
     __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
 
     def __init__(self) -> None:
         self.nodes = 0
+        """How many nodes there are now. ``evicted_*`` and ``lost_pages`` count slots, ``failed_loads`` operations."""
         self.splits = 0
         self.evicted_device = 0
         self.evicted_host = 0
@@ -111,19 +111,7 @@ class Counters:
 
 
 class World:
-    """The tree, the shelves, the ledger, and the plan under construction.
-
-    ``swa``: the number of the component that keeps a window; ``mamba``: the number of the one that does not divide; 0,
-    which is FULL's, if there is none. ``last_base``: the place of FULL on the last tier, where the policy of the cache
-    chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``: how many pages of FULL are
-    PRESENT on both tiers. ``condemned_pages``: how many pages of FULL are condemned. ``may_split``: False while a call
-    is made that must not split a node; the runtime sets it. ``steps``: how many steps all calls together have taken.
-    ``limit``: how many it may be at the end of this call. ``passed``: how many cells were passed over in the orders,
-    because they are no candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than
-    itself may take more steps: those cells are put back when the pins go, and must be passed over in the next slice,
-    too. ``behind``: True if work is left that ``follow_up`` does. ``loose``: nodes below dead roots that may go
-    now: their last pin or child on a tier has gone. ``Invalidation`` drops them.
-    """
+    """The tree, the shelves, the ledger, and the plan under construction."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
@@ -133,12 +121,15 @@ class World:
         self.count = len(self.components)
         self.dividing = sum(c.divides for c in self.components)
         self.swa = next((c.index for c in self.components if c.index and c.divides), 0)
+        """The number of the component that keeps a window; 0, which is FULL's, if there is none."""
         self.mamba = next((c.index for c in self.components if not c.divides), 0)
+        """The number of the component that does not divide; 0 if there is none."""
         self.has_host = config.components[0].host > 0
         capacities = [c.device for c in config.components] + [c.host for c in config.components]
         self.recency = Recency()
         self.policy = make_policy(config)
         self.last_base = self.count if self.has_host else 0
+        """The place of FULL on the last tier, where the policy of the cache chooses."""
         self.shelves: list[Shelf] = []
         for place, capacity in enumerate(capacities):
             chooses = place >= self.last_base and not (place % self.count and self.policy.full_only)
@@ -149,17 +140,27 @@ class World:
         self.roots: dict[bytes, Root] = {}
         self.dead_roots: list[Root] = []
         self.loose: list[Node] = []
+        """Nodes below dead roots that may go now: their last pin or child on a tier has gone. ``Invalidation`` drops
+        them."""
         self.counters = Counters()
         self.ghosts = Ghosts(config.remember) if config.remember else None
         self.clean_pages = 0
+        """How many pages of FULL are PRESENT on both tiers."""
         self.condemned_pages = 0
+        """How many pages of FULL are condemned."""
         self.access = Access.WRITE if config.storage else Access.NONE
         self.era = 0
         self.storage_is_late = False
         self.may_split = True
+        """False while a call must not split a node; the runtime sets it."""
         self.behind = False
+        """True if work is left for ``follow_up``."""
         self.steps = self.passed = 0
+        """All calls together have taken ``steps`` steps, and passed over ``passed`` cells in the orders that are no
+        candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than itself may take
+        more steps: those cells are put back when the pins go, and must be passed over in the next slice, too."""
         self.limit = config.slice_steps
+        """How high ``steps`` may be at the end of this call."""
         self._era_began = 0
         self._effects: list[Effect] = []
         self._backups: list[int] = []
@@ -709,9 +710,6 @@ LISTED = 256
 class Walk:
     """A walk over the nodes below ``roots``, a node at a time; between two steps the tree may change. A node that is in
     the tree from the first step to the last is visited once, also if it was split or the node below it has left.
-
-    ``_levels``: where the nodes to visit hang: the nodes above, which have been visited, each with first pages. A node
-    by itself would not do: when it is split, the upper piece is a new object.
     """
 
     __slots__ = ("_levels", "_roots", "_world")
@@ -720,6 +718,8 @@ class Walk:
         self._world = world
         self._roots = list(roots)
         self._levels: list[tuple[Node, list[bytes]]] = []
+        """The nodes to visit, by the visited node above each and its own first page. The node itself would not do: when
+        it is split, the upper piece is a new object."""
         world.steps += len(self._roots) // LISTED
 
     def over(self) -> bool:

@@ -8,6 +8,10 @@ then does the core name its hash.
 
 The notices are what a cache passes to ``on_event``, in order: that it was opened, the core's events, and reports of
 which keys its stores hold.
+
+A host process knows keys and nothing of tokens. It tells which keys each of its places holds (``HeldReport``), and the
+keys name their blocks. Several keys may name one: each rank's part of a page, each group of layers, the same page in
+two stores. A block is there from the first of them until the last has gone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import NamedTuple, assert_never
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES, Adapter
 from asynccache.core.plan import Cleared, Medium, Publish
 from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from asynccache.storage.contract import block_in
 
 
 class Opened(NamedTuple):
@@ -41,7 +46,16 @@ class StorageReport(NamedTuple):
     keys: Sequence[bytes]
 
 
-Notice = Publish | Cleared | StorageReport | Opened
+class HeldReport(NamedTuple):
+    """A report of a host process: one of its places, on ``medium``, holds these keys from now on (``there``), or holds
+    them no more. A place reports a key once each time that it comes or goes."""
+
+    medium: Medium
+    there: bool
+    keys: Sequence[bytes]
+
+
+Notice = Publish | Cleared | StorageReport | Opened | HeldReport
 
 
 _LOW = 8
@@ -59,20 +73,28 @@ def block_hashes(hashes: bytes) -> list[int]:
 
 class Announcer:
     """Turns notices into block events. Mutable state: the keys that the store holds, and, by key, the block hashes that
-    were announced on STORAGE."""
+    were announced on STORAGE; and how many keys of a host process name each block, by medium."""
 
     def __init__(self) -> None:
         self._cache: Opened | None = None
         self._stored_keys: set[bytes] = set()
         self._announced: dict[bytes, int] = {}
+        self._held: dict[Medium, dict[int, int]] = {medium: {} for medium in Medium}
 
     def __repr__(self) -> str:
         return f"Announcer({len(self._announced)} of {len(self._stored_keys)} stored keys announced)"
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a block; 0: not known, as in a host process."""
+        return 0 if self._cache is None else self._cache.page_size
 
     def forget(self) -> AllBlocksCleared:
         """Forget all that was announced, because events were lost or the cache is empty now. Return the event that
         tells subscribers so: for them every page has gone until it is announced again."""
         self._announced.clear()
+        for held in self._held.values():
+            held.clear()
         return AllBlocksCleared()
 
     def announce(self, notices: Iterable[Notice]) -> list[BlockEvent]:
@@ -104,6 +126,12 @@ class Announcer:
                 gone = [self._announced.pop(key) for key in notice.keys if key in self._announced]
                 if gone:
                     yield BlockRemoved(gone, Medium.STORAGE.value)
+            case HeldReport(there=True):
+                if fresh := self._come(notice):
+                    yield BlockStored(fresh, None, [], 0, None, notice.medium.value, None)
+            case HeldReport():
+                if gone := self._gone(notice):
+                    yield BlockRemoved(gone, notice.medium.value)
             case Cleared():
                 yield self.forget()
             case Opened():
@@ -112,6 +140,27 @@ class Announcer:
                 yield self.forget()
             case _:
                 assert_never(notice)
+
+    def _come(self, report: HeldReport) -> list[int]:
+        """Count the blocks that the keys name, and return those that were not there."""
+        held, fresh = self._held[report.medium], []
+        for block in map(block_in, report.keys):
+            if block is not None:
+                count = held[block] = held.get(block, 0) + 1
+                if count == 1:
+                    fresh.append(block)
+        return fresh
+
+    def _gone(self, report: HeldReport) -> list[int]:
+        """Count the blocks that the keys name down, and return those that are not there any more."""
+        held, gone = self._held[report.medium], []
+        for block in map(block_in, report.keys):
+            if block is not None and block in held:
+                held[block] -= 1
+                if not held[block]:
+                    del held[block]
+                    gone.append(block)
+        return gone
 
     def _new_runs(self, hashes: bytes) -> Iterator[tuple[int, int]]:
         """Yield the runs of pages that are to be announced on STORAGE: for each the index of its first page, and the

@@ -6,9 +6,11 @@
 
 A notice costs the cache one append to a queue; for each batch one byte is written, too, which wakes the thread. A
 subscriber that reads too slowly loses messages at ZeroMQ's high-water mark and sees a gap in the sequence numbers. It
-can ask for the last ``keep`` batches again. If they do not reach back far enough, the answer begins with a batch with
-AllBlocksCleared. So a gap is filled or announced, and never passed over in silence. AllBlocksCleared is also sent when
-the thread falls so far behind that notices are dropped.
+can ask for the last ``keep`` batches again. If they do not reach back far enough, the answer begins with a *snapshot*:
+AllBlocksCleared and all blocks that are there now, without their tokens, in messages of bounded size, each with the
+number of the last batch that is missing. The batches that follow are applied on top of it, and change nothing in the
+end: each block is as the last of them left it, or as the snapshot says. So a gap is filled, and never passed over in
+silence. AllBlocksCleared is also sent when the thread falls so far behind that notices are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
@@ -26,15 +28,19 @@ import zmq
 from asynccache import checks
 from asynccache.core.plan import Cleared, Publish
 from asynccache.errors import ConfigError
-from asynccache.events.announcer import Announcer, Notice, Opened, StorageReport
-from asynccache.events.wire import AllBlocksCleared, BlockEvent, Encoder, EventBatch, EventLayout
+from asynccache.events.announcer import Announcer, HeldReport, Notice, Opened, StorageReport
+from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockStored, Encoder, EventBatch, EventLayout, Mirror
 
 END = (-1).to_bytes(8, "big", signed=True)
 BATCH_EVENTS = 1024
+"""Notices that become one batch, at most; keys of a host process count as one each."""
+SNAPSHOT_BLOCKS = 4096
+"""Blocks in one message of a snapshot, at most: 40 KB."""
 MOST_KEPT = 1 << 30
+MOST_NUMBER = 1 << 62
 MOST_GATHER = 60.0
 
-_NOTICES = (Publish, Cleared, StorageReport, Opened)
+_NOTICES = (Publish, Cleared, StorageReport, Opened, HeldReport)
 
 
 class PublisherStats(NamedTuple):
@@ -69,12 +75,12 @@ class History:
         while len(self._batches) > self._keep or (self._bytes > self._keep_bytes and len(self._batches) > 1):
             self._bytes -= len(self._batches.popleft()[1])
 
-    def since(self, number: int, cleared: Callable[[], bytes]) -> Iterator[tuple[int, bytes]]:
+    def since(self, number: int, snapshot: Callable[[], Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
         """Yield the numbers and payloads of the batches from ``number`` on. If the first of them were dropped, the
-        payload ``cleared()`` comes first, with the number of the last one that is missing."""
+        payloads ``snapshot()`` come first, each with the number of the last one that is missing."""
         oldest = self._batches[0][0] if self._batches else number
         if number < oldest:
-            yield oldest - 1, cleared()
+            yield from ((oldest - 1, payload) for payload in snapshot())
         yield from (batch for batch in self._batches if batch[0] >= number)
 
 
@@ -97,6 +103,8 @@ class ZmqPublisher:
         gather: seconds that a batch waits for more events before it is sent.
         backlog: how many notices may wait for the thread; beyond that, notices of pages are dropped.
         high_water: how many messages ZeroMQ queues for each subscriber; beyond that it drops them.
+        first: the number of the first batch. A publisher that takes another one's place at the same address begins
+            above all of that one's numbers, as with ``time.time_ns()``; then every subscriber sees a gap.
         clock: returns the time that batches bear, in seconds since 1970.
 
     Raises:
@@ -107,7 +115,7 @@ class ZmqPublisher:
         self, endpoint: str = "tcp://*:5557", replay: str | None = None, *, topic: str = "", rank: int | None = None,
         layout: EventLayout | str = EventLayout.MAP, replay_topic: bool | None = None,
         keep: int = 10_000, keep_bytes: int = 64 << 20, gather: float = 0.002,
-        backlog: int = 200_000, high_water: int = 100_000, clock: Callable[[], float] = time.time,
+        backlog: int = 200_000, high_water: int = 100_000, first: int = 0, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         checks.text("endpoint", endpoint, empty=False)
         if replay is not None:
@@ -127,7 +135,9 @@ class ZmqPublisher:
         self._announcer = Announcer()
         self._backlog: deque[Notice] = deque()
         self._woken = self._closing = self._losing = False
-        self._lost = self._number = self._events = self._bytes = self._replays = 0
+        self._lost = self._events = self._bytes = self._replays = 0
+        self._first = self._number = checks.integer("first", first, 0, MOST_NUMBER)
+        self._present = Mirror()
         self.error: BaseException | None = None
         self._context = zmq.Context()
         self._wake, self._awaken = socket.socketpair()
@@ -192,7 +202,7 @@ class ZmqPublisher:
     def stats(self) -> PublisherStats:
         """Return the counters. May be called from any thread."""
         return PublisherStats(
-            self._number, self._events, self._bytes, self._replays, self._lost, len(self._backlog)
+            self._number - self._first, self._events, self._bytes, self._replays, self._lost, len(self._backlog)
         )
 
     # the thread
@@ -226,9 +236,16 @@ class ZmqPublisher:
     def _send_all(self) -> None:
         backlog = self._backlog
         while backlog:
-            events = self._announcer.announce([backlog.popleft() for _ in range(min(BATCH_EVENTS, len(backlog)))])
+            notices, weight = list[Notice](), 0
+            while backlog and weight < BATCH_EVENTS:
+                notices.append(backlog.popleft())
+                weight += len(notices[-1].keys) if isinstance(notices[-1], HeldReport) else 1
+            events = self._announcer.announce(notices)
             if not events:
                 continue
+            if self._router is not None:  # or nobody can ask what is there
+                for event in events:
+                    self._present.note(event)
             number, payload = self._number, self._encode(events)
             self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
             self._history.add(number, payload)
@@ -247,11 +264,24 @@ class ZmqPublisher:
             return
         self._replays += 1
         who, empty, asked = frames
-        since = int.from_bytes(asked, "big")
+        since = max(self._first, int.from_bytes(asked, "big"))
         topic, no_topic = self._topic_frames
-        for number, payload in self._history.since(since, lambda: self._encode([AllBlocksCleared()])):
+        for number, payload in self._history.since(since, self._snapshot):
             router.send_multipart((who, empty, *topic, number.to_bytes(8, "big"), payload))
         router.send_multipart((who, empty, *no_topic, END, b""))
+
+    def _snapshot(self) -> Iterator[bytes]:
+        """Yield the messages of a snapshot."""
+        events: list[BlockEvent] = [AllBlocksCleared()]
+        for medium, held in self._present.blocks.items():
+            blocks = list(held)
+            for at in range(0, len(blocks), SNAPSHOT_BLOCKS):
+                size = self._announcer.page_size
+                part = BlockStored(blocks[at : at + SNAPSHOT_BLOCKS], None, [], size, None, medium, None)
+                yield self._encode([*events, part])
+                events = []
+        if events:
+            yield self._encode(events)
 
     def _bind(self, kind: int, endpoint: str, high_water: int) -> zmq.Socket[bytes]:
         bound: zmq.Socket[bytes] = self._context.socket(kind)

@@ -153,6 +153,11 @@ class Mirror:
         _check("event", event)
         self._note(event)
 
+    def forget(self) -> None:
+        """Forget all blocks."""
+        for held in self.blocks.values():
+            held.clear()
+
     def _note(self, event: BlockEvent) -> None:
         match event:
             case BlockStored():
@@ -160,8 +165,7 @@ class Mirror:
             case BlockRemoved():
                 self.blocks.setdefault(event.medium or "GPU", set()).difference_update(event.block_hashes)
             case AllBlocksCleared():
-                for held in self.blocks.values():
-                    held.clear()
+                self.forget()
 
     def prefix(self, hashes: list[int], medium: str = "GPU") -> int:
         """Return how many of ``hashes``, the blocks of a prompt from its start, are on ``medium`` without a gap.

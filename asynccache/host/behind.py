@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from asynccache.errors import AsyncCacheError, BackendError
+from asynccache.errors import BackendError
+from asynccache.host.changes import HeldChanges, HeldKeys
 from asynccache.host.memory import UNIT, HostMemory
-from asynccache.host.pages import HostLabel, HostPage, PageTable, Writer
+from asynccache.host.pages import HostLabel, PageTable, Writer
 from asynccache.storage import (
     RECORD_SCHEMA,
     PageKey,
@@ -47,6 +49,7 @@ from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.checked import verify
 from asynccache.storage.contract import probe
 from asynccache.storage.url import check_name
+from asynccache.storage.wrapper import watch
 
 LATE = 1.0
 WRITERS = 4
@@ -54,7 +57,7 @@ BATCH_PAGES = 64
 BATCH_BYTES, BATCH_SHARE = 16 << 20, 32
 MOST_WAITING = 1 << 20
 MOST_SUSPECTS = 1 << 14
-DRAIN = 30.0
+DRAIN, LET_GO = 30.0, 5.0
 POOL = "host"
 
 MISS, HIT, CORRUPT, FAILED = map(int, Result)  # codes of the wire
@@ -71,13 +74,15 @@ class StoreBehind:
         self.options = options
         self.backend: StorageBackend
         self.guard: CallGuard
-        self.waiting: deque[HostPage] = deque()
+        self.waiting: deque[bytes] = deque()
         self.writing = 0
         self.refuses = False
         self.counts: Counter[str] = Counter()
         self.news = asyncio.Event()
         self.quiet = asyncio.Event()
         self.quiet.set()
+        self.held: HeldKeys | None = None
+        self._unwatch: Callable[[], object] | None = None
         self._begun: dict[object, float] = {}
         self._batches: dict[asyncio.Future[None], frozenset[bytes]] = {}
 
@@ -90,6 +95,24 @@ class StoreBehind:
         )  # fmt: skip
         if memory is not None:
             self.backend.register(POOL, memory)
+
+    async def watch(self, changes: HeldChanges) -> None:
+        """Note from now on which keys it holds. Of a store that cannot tell, that is what its answers show."""
+        self.held = self.held or changes.place("STORAGE")
+        watched = watch(self.backend, self.held.note)
+        self.backend, self._unwatch = watched.backend, watched.end
+        await changes.list(self.held, watched.parts)
+
+    async def aclose(self) -> None:
+        """Close it. It holds nothing then, as far as anybody can tell. Raises as the backend's own does; that of a
+        store that hangs does not end."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if self.held is not None:
+            self.held.note(False, list(self.held.keys))
+        await self.guard.aclose()
+        await self.backend.aclose()
 
     @property
     def late(self) -> bool:
@@ -146,13 +169,15 @@ class StoresBehind:
             self.stores.append(StoreBehind(own, options))
         self._table: PageTable
         self._memory: HostMemory | None = None
-        self.reader = Writer("reads of stores")
-        """Who has what is being read into reserved."""
+        self.own = Writer(f"host process {os.getpid()}")
+        """Who has reserved what is being read into, and pinned what is being written from."""
         self._reads: dict[bytes, asyncio.Task[dict[bytes, int]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._suspects: dict[bytes, None] = {}
         self._deleted: set[bytes] = set()  # of those that are being read
         self._writers: list[asyncio.Task[None]] = []
+        self._left: list[asyncio.Task[Any]] = []
+        self._changes: HeldChanges | None = None
         self._now = time.time
 
     def use(self, table: PageTable, memory: HostMemory) -> None:
@@ -174,6 +199,19 @@ class StoresBehind:
             raise
         for store in self.stores:
             self._writers += [self._begin(self._write_on(store)) for _ in range(WRITERS)]
+            if self._changes is not None:
+                self._begin(store.watch(self._changes))
+
+    def watch(self, changes: HeldChanges) -> None:
+        """Note from now on which keys each store holds."""
+        self._changes = changes
+        for store in self.stores:
+            self._begin(store.watch(changes))
+
+    @property
+    def hangs(self) -> bool:
+        """True while anything that ``close`` has waited for goes on."""
+        return not all(task.done() for task in self._left)
 
     def counts(self) -> dict[str, float]:
         """Return the counters of all stores, by the store's name and the counter's."""
@@ -190,11 +228,11 @@ class StoresBehind:
 
     # writing
 
-    def write(self, pages: Sequence[HostPage]) -> None:
+    def write(self, keys: Sequence[bytes]) -> None:
         """Write these pages to the stores, soon."""
         for store in self.stores:
-            if store.options.write and pages:
-                store.waiting.extend(pages)
+            if store.options.write and keys:
+                store.waiting.extend(keys)
                 while len(store.waiting) > min(MOST_WAITING, self._table.layout.slots):  # more are evicted by now
                     store.waiting.popleft()
                     store.counts["dropped"] += 1
@@ -208,21 +246,22 @@ class StoresBehind:
                 if not store.writing:
                     store.quiet.set()
                 await store.news.wait()
-            batch, size = list[HostPage](), 0
-            most = min(BATCH_BYTES, self._table.layout.units * UNIT // BATCH_SHARE)  # a batch that hangs is pinned
+            batch, size, table = list[int](), 0, self._table
+            most = min(BATCH_BYTES, table.layout.units * UNIT // BATCH_SHARE)  # a batch that hangs is pinned
             while store.waiting and len(batch) < BATCH_PAGES and size < most:
-                page = store.waiting.popleft()
-                if page.stored:
-                    page.pins += 1
-                    batch.append(page)
-                    size += page.length
-                else:
+                slot = table.index.get(store.waiting.popleft())
+                if slot is None:
                     store.counts["evicted"] += 1
+                else:
+                    table.pin(self.own, slot)
+                    batch.append(slot)
+                    size += table.lengths[slot]
             if batch:
                 await self._write(store, batch)
 
-    async def _write(self, store: StoreBehind, batch: Sequence[HostPage]) -> None:
-        keys, records = [PageKey(page.pool, page.key) for page in batch], [self._record(page) for page in batch]
+    async def _write(self, store: StoreBehind, batch: Sequence[int]) -> None:
+        table = self._table
+        keys, records = [PageKey(table.pools[slot], table.key(slot)) for slot in batch], self._records(batch)
         try:
             answers = await store.put(keys, records)
             hits = answers.count(Result.HIT)
@@ -232,12 +271,13 @@ class StoresBehind:
                 LOG.warning("store %r does not take all pages; memory goes on", store.options.name)
             store.refuses = hits < len(answers)
         finally:
-            for page in batch:
-                self._table.unpin(page)
+            for slot in batch:
+                table.unpin(self.own, slot)
 
-    def _record(self, page: HostPage) -> Record:
-        assert self._memory is not None
-        return Record(self._memory.header(page.slot), self._memory.payload(page.start, page.length))
+    def _records(self, slots: Sequence[int]) -> list[Record]:
+        memory, table = self._memory, self._table
+        assert memory is not None
+        return [Record(memory.header(slot), memory.payload(table.starts[slot], table.lengths[slot])) for slot in slots]
 
     # reading
 
@@ -289,17 +329,17 @@ class StoresBehind:
             asked = await store.asks("ask", [keys[i] for i in at], store.backend.exists)
             _take_over(codes, at, [Result.MISS if answer is Result.HIT else answer for answer in asked])
             there = [i for i, answer in zip(at, asked, strict=True) if answer is Result.HIT]
-            places = [(i, self._table.reserve(self.reader, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
-            reads = [(i, page) for i, page in places if page is not None]
-            _take_over(codes, [i for i, page in places if page is None], None)
+            places = [(i, self._table.reserve(self.own, keys[i].key, keys[i].pool, sizes[i], label)) for i in there]
+            reads = [(i, slot) for i, slot in places if slot is not None]
+            _take_over(codes, [i for i, slot in places if slot is None], None)
             if reads:
                 await self._read_from(store, keys, reads, codes)
         return {key.key: code for key, code in zip(keys, codes, strict=True)}
 
     async def _read_from(
-        self, store: StoreBehind, keys: Sequence[PageKey], reads: Sequence[tuple[int, HostPage]], codes: bytearray
+        self, store: StoreBehind, keys: Sequence[PageKey], reads: Sequence[tuple[int, int]], codes: bytearray
     ) -> None:
-        wanted, records = [keys[i] for i, _ in reads], [self._record(page) for _, page in reads]
+        wanted, records = [keys[i] for i, _ in reads], self._records([slot for _, slot in reads])
         table, bad = self._table, list[PageKey]()
         try:
             answers = await store.asks("get", wanted, lambda keys: store.backend.get(keys, records))
@@ -311,15 +351,15 @@ class StoresBehind:
                     if not is_good:
                         answers[n] = Result.CORRUPT
                         bad.append(wanted[n])
-            for (i, page), answer in list(zip(reads, answers, strict=True))[::-1]:
-                if page.key in self._deleted:
+            for (i, slot), answer in list(zip(reads, answers, strict=True))[::-1]:
+                if keys[i].key in self._deleted:
                     continue
                 codes[i] = int(answer)
                 if answer is Result.HIT:
-                    table.publish(self.reader, page.slot, self._now())
+                    table.publish(self.own, slot, self._now())
             store.counts["read"] += answers.count(Result.HIT)
         finally:
-            table.give_back(self.reader, [page.slot for _, page in reads])
+            table.give_back(self.own, [slot for _, slot in reads])
         if bad:
             store.counts["corrupt"] += len(bad)
             await store.guard.answers("drop", bad, store.backend.delete)
@@ -373,23 +413,26 @@ class StoresBehind:
         return "; ".join(wrong)
 
     async def close(self) -> None:
-        """Write what waits, for ``DRAIN`` seconds at most, and close all stores. They can be opened again."""
-        if not self._writers and not self._tasks:
+        """Write what waits, for ``DRAIN`` seconds at most, and close all stores. They can be opened again. A store that
+        hangs is left behind, some seconds later: it keeps what it has pinned."""
+        if not self._writers:
             return
-        if why := await self.flush():
+        flushing = asyncio.create_task(self.flush())
+        self._left = [flushing, *self._tasks]
+        await asyncio.wait([flushing], timeout=DRAIN)
+        if why := flushing.result() if flushing.done() else f"they have not taken all in {DRAIN:g} s":
             LOG.warning("not everything is in the stores: %s", why)
-        for task in list(self._tasks):
+        for task in self._left:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=DRAIN)
+        await asyncio.wait(self._left, timeout=LET_GO)
         self._writers.clear()
-        for store in self.stores:
-            try:
-                async with asyncio.timeout(DRAIN):
-                    await store.guard.aclose()
-                    await store.backend.aclose()
-            except (TimeoutError, AsyncCacheError) as error:
-                LOG.warning("store %s could not be closed: %r", store.options.name, error)
+        closing = {asyncio.create_task(store.aclose()): store.options.name for store in self.stores}
+        self._left += closing
+        await asyncio.wait(closing, timeout=LET_GO)
+        for task, name in closing.items():
+            error = task.exception() if task.done() else "it hangs"
+            if error is not None:
+                LOG.warning("store %s could not be closed: %r", name, error)
 
     async def _in_time(self, work: Coroutine[Any, Any, list[Result]]) -> list[Result] | None:
         """Return what ``work`` returns; None if that takes longer than ``LATE``. Then it goes on by itself."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -24,9 +25,11 @@ from asynccache.errors import ConfigError
 from asynccache.storage import HEADER_BYTES
 
 UNIT = 4096
-SLOT_BYTES = 8192
+SLOT_BYTES = 16384
 """There is one slot for so many bytes. Smaller pages than this use up the slots before the payloads."""
-GENERATION_BYTES = 8
+INDEX_BYTES = 320
+"""What the server needs for a page in memory of its own, which is a part of what was asked for; here for every slot."""
+GENERATION_BYTES, TAG_BYTES = 8, 4
 HUGE = 2 << 20
 ALLOCATED_AT_A_TIME = 128 << 20
 LEAST_MEMORY = 1 << 20
@@ -39,12 +42,15 @@ def units_of(size: int) -> int:
 
 
 class Extents:
-    """Which units are free. ``free``: how many in all."""
+    """Who has which units, of ``units`` in all. ``free``: how many are free.
 
-    def __init__(self) -> None:
+    ``tags`` has a number at the first and at the last unit of every extent, so that its neighbours are found from
+    there: that of the owner (above 0), or the negative size of a free extent. Units that were never given have 0.
+    """
+
+    def __init__(self, units: int) -> None:
         self.free = 0
-        self._size_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}
+        self.tags = array("i", [0]) * (units + 1)
         self._starts: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []
 
@@ -53,8 +59,9 @@ class Extents:
         """The units of the largest free extent."""
         return self._sizes[-1] if self._sizes else 0
 
-    def take(self, units: int) -> int | None:
-        """Take ``units`` that lie in a row. Returns the first of them; None if there is no such extent."""
+    def take(self, units: int, owner: int) -> int | None:
+        """Take ``units`` that lie in a row for ``owner`` (above 0). Returns the first of them; None if there is no such
+        extent."""
         at = bisect_left(self._sizes, units)
         if at == len(self._sizes):
             return None
@@ -64,24 +71,28 @@ class Extents:
         if size > units:
             self._add(start + units, size - units)
         self.free -= units
+        self.tags[start] = self.tags[start + units - 1] = owner
         return start
 
     def give(self, start: int, units: int) -> None:
         """Give ``units`` from ``start`` on back, or add them for the first time."""
         self.free += units
-        if (after := self._size_at.get(start + units)) is not None:
-            self._remove(start + units, after)
-            units += after
-        if (before := self._start_before.get(start)) is not None:
-            size = self._size_at[before]
-            self._remove(before, size)
-            start, units = before, units + size
+        after, before = self.tags[start + units], self.tags[start - 1] if start else 0
+        if after < 0:
+            self._remove(start + units, -after)
+            units -= after
+        if before < 0:
+            start += before
+            self._remove(start, -before)
+            units -= before
         self._add(start, units)
 
-    def give_all_but(self, taken: Iterable[tuple[int, int]], until: int) -> None:
-        """Add the units below ``until`` that are not ``taken`` (start and units of each extent)."""
+    def give_all_but(self, taken: Iterable[tuple[int, int, int]], until: int) -> None:
+        """Add the units below ``until`` that are not ``taken`` (start, units and owner of each extent). To be called
+        once, first."""
         at = 0
-        for start, units in sorted(taken):
+        for start, units, owner in sorted(taken):
+            self.tags[start] = self.tags[start + units - 1] = owner
             if start > at:
                 self.give(at, start - at)
             at = start + units
@@ -89,8 +100,7 @@ class Extents:
             self.give(at, until - at)
 
     def _add(self, start: int, size: int) -> None:
-        self._size_at[start] = size
-        self._start_before[start + size] = start
+        self.tags[start] = self.tags[start + size - 1] = -size
         starts = self._starts.get(size)
         if starts is None:
             starts = self._starts[size] = {}
@@ -98,7 +108,6 @@ class Extents:
         starts[start] = None
 
     def _remove(self, start: int, size: int) -> None:
-        del self._size_at[start], self._start_before[start + size]
         starts = self._starts[size]
         del starts[start]
         if not starts:
@@ -120,16 +129,16 @@ class MemoryLayout(NamedTuple):
 
 
 def layout_of(size: int, *, huge: bool = False) -> MemoryLayout:
-    """Return the layout of ``size`` bytes in all.
+    """Return the layout of ``size`` bytes in all, the server's index of the pages among them.
 
     Raises:
         ConfigError: that is too little to be of use.
     """
     grain = HUGE if huge else UNIT
-    size = size // grain * grain
     if size < max(LEAST_MEMORY, 2 * grain):
         raise ConfigError(f"memory={size}: a host process needs {max(LEAST_MEMORY, 2 * grain)} bytes at least")
     slots = size // SLOT_BYTES
+    size = max(grain, (size - slots * INDEX_BYTES - size // UNIT * TAG_BYTES) // grain * grain)
     headers_at = -(-slots * GENERATION_BYTES // UNIT) * UNIT
     return MemoryLayout(size, slots, headers_at, -(-(headers_at + slots * HEADER_BYTES) // UNIT) * UNIT)
 

@@ -49,7 +49,7 @@ def _lines(server: HostServer) -> Iterator[str]:
         for store, value in values:
             yield from of(f"store_{what}", f'{{store="{store}"}}', value, what not in STORE_GAUGES)
     by_label: dict[str, list[tuple[str, int]]] = {}
-    for label in server.table.labels.values():
+    for label in server.table.known_labels.values():
         for what, amount in (("pages", label.pages), ("bytes", label.bytes), *label.counts.items()):
             by_label.setdefault(what, []).append((label.name, amount))
     for what, amounts in by_label.items():

@@ -3,9 +3,11 @@
 A process is told by its pidfd (``SO_PEERPIDFD``, so that a client in a container has one, too). When that fires, the
 process is dead, no thread of it copies any more, and what it had reserved is free. The end of a connection alone frees
 nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Both may come in any order.
+Connections are taken for those of one process only where that is certain (``process_of``); if nothing tells their
+processes apart, each connection stands for a process of its own, with a pidfd of its own.
 
 Clients are of this user or root, or of the group that the socket was given. What one sends is bounded: a frame, the
-time until its greeting, the answers that it does not read, the number of connections.
+time until its greeting, the answers that it does not read, the connections of one process, and of all.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ import msgspec
 from asynccache.errors import AsyncCacheError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.behind import StoresBehind
+from asynccache.host.changes import HeldChanges, TellHeld
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
-from asynccache.host.pages import KeptPage, PageTable, Writer
+from asynccache.host.pages import Books, PageTable, Writer
 from asynccache.host.session import HostSession
-from asynccache.host.sockets import group_id, groups_of, listening_socket, peer_of, pidfd_of
+from asynccache.host.sockets import group_id, groups_of, is_dead, listening_socket, peer_of, pidfd_of, process_of
 
 GREETING_TIME = 5.0
 ACCEPT_AGAIN = 0.5
-MOST_CLIENTS = 1024
+MOST_CLIENTS, MOST_OF_ONE = 1024, 256
 MOST_LABELS = 1000
 MOST_UNREAD = 4 << 20
 MOST_IN_FLIGHT = 256
@@ -39,18 +42,19 @@ LONG_RESERVED = 30.0
 HAND_OVER_PATIENCE, HEIR_PATIENCE = 2.0, 30.0
 MOST_DESCRIPTORS = 200
 COUNTERS = ("hits", "misses", "asked_hits", "stored", "evicted", "over_limit", "no_room", "damaged", "malformed",
-            "died", "freed_by_death")  # fmt: skip
+            "died", "freed_by_death", "ended", "kept", "not_kept", "prefetched", "hints_unknown")  # fmt: skip
 
 LOG = logging.getLogger("asynccache.host")
 
 
 class Peer:
-    """A process at the other end. ``pidfd`` fires when it has died. ``owes``: whether a connection of it has ended
-    without a ``Bye``."""
+    """A process at the other end. ``pidfd`` fires when it has died. ``key``: what no other process has, or None.
+    ``owes``: whether a connection of it has ended without a ``Bye``."""
 
-    def __init__(self, key: int, pidfd: int, writer: Writer) -> None:
+    def __init__(self, key: tuple[str, int] | None, pidfd: int, name: str, writer: Writer) -> None:
         self.key = key
         self.pidfd = pidfd
+        self.name = name
         self.writer = writer
         self.clients: set[HostClient] = set()
         self.owes = False
@@ -58,15 +62,14 @@ class Peer:
 
 class Snapshot(msgspec.Struct, array_like=True):
     """What a server leaves to the next beside the descriptors: of the memory, of the listening socket, and one for each
-    process that has slots reserved."""
+    process in ``held``: its name, and what ``PageTable.held_by`` says of it."""
 
     boot: bytes
     layout: MemoryLayout
-    usable: int
     allocated: int
-    generations: bytes
-    kept: list[KeptPage]
-    reserved: list[tuple[int, str, list[KeptPage]]]
+    books: Books
+    held: list[tuple[str, list[int], list[int]]]
+    keep: list[tuple[bytes, float]]
 
 
 class Inherited:
@@ -167,8 +170,9 @@ class HostClient(asyncio.Protocol):
             self._timer.cancel()
         self._frames.most = wire.MOST_FRAME
         table, layout = server.table, server.memory.layout
-        name = greeting.label if greeting.label in table.labels or len(table.labels) < MOST_LABELS else "other"
-        self.peer.writer.name = f"process {self.peer.key}" + (f" ({name})" if name else "")
+        known = table.known_labels
+        name = greeting.label if greeting.label in known or len(known) < MOST_LABELS else "other"
+        self.peer.writer.name = self.peer.name + (f" ({name})" if name else "")
         self.session = HostSession(table, self.peer.writer, table.label(name), behind=server.behind, now=time.time,
                                    clock=time.monotonic, counts=server.counts)  # fmt: skip
         version = min(greeting.version, wire.VERSION)
@@ -254,10 +258,11 @@ class HostServer:
         self._group = None if group is None else group_id(group)
         self._listener: socket.socket | None = None
         self._own_socket: tuple[int, int] | None = None
-        self._peers: dict[int, Peer] = {}
+        self._peers: set[Peer] = set()
         self._clients: set[HostClient] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._growing: asyncio.Task[None] | None = None
+        self._changes: HeldChanges | None = None
 
     def __repr__(self) -> str:
         return f"HostServer({self.path!r}, {len(self._clients)} clients, {self.table!r})"
@@ -286,15 +291,17 @@ class HostServer:
         self._own_socket = _identity(self.path)
 
     def _inherit(self, inherited: Inherited) -> None:
-        snapshot, owed = inherited.snapshot, list[tuple[Writer, KeptPage]]()
-        for (key, name, pages), pidfd in zip(snapshot.reserved, inherited.pidfds, strict=True):
-            peer = self._peer(key, pidfd, name)
+        snapshot, held = inherited.snapshot, list[tuple[Writer, list[int], list[int]]]()
+        for (name, reserved, pinned), pidfd in zip(snapshot.held, inherited.pidfds, strict=True):
+            peer = self._peer(pidfd, name)
             peer.owes = True
             peer.writer.since = time.monotonic()
-            owed += [(peer.writer, page) for page in pages]
+            held.append((peer.writer, reserved, pinned))
         self.boot = snapshot.boot
-        generations = memoryview(snapshot.generations).cast("Q").tolist()
-        self.table.restore(snapshot.usable, generations, snapshot.kept, owed)
+        self.table.restore(snapshot.books, held)
+        self.table.now = time.monotonic()
+        for page, seconds in snapshot.keep:
+            self.table.keep([page], seconds)
 
     async def _grow(self, usable: asyncio.Event) -> None:
         """Allocate the memory, part by part, and use each part at once. ``usable`` is set after the first."""
@@ -311,14 +318,23 @@ class HostServer:
     def counts(self) -> dict[str, float]:
         """Return all counters of the server, by name."""
         table, now = self.table, time.monotonic()
-        held = [now - peer.writer.since for peer in self._peers.values() if peer.writer.reserved]
+        held = [now - peer.writer.since for peer in self._peers if peer.writer.reserved]
         return {
             "pages": len(table.index), "bytes": table.bytes, "capacity_bytes": table.layout.units * UNIT,
             "allocated_bytes": table.usable * UNIT, "free_bytes": table.free_bytes, "clients": len(self._clients),
-            "processes": len(self._peers), "reserved_bytes": table.reserved_bytes,
+            "processes": len(self._peers), "reserved_bytes": table.reserved_bytes, "kept_bytes": table.kept_bytes,
             "oldest_reservation": round(max(held, default=0.0), 3), **{name: table.counts[name] for name in COUNTERS},
             **({} if self.behind is None else self.behind.counts()),
         }  # fmt: skip
+
+    def announce(self, tell: TellHeld) -> None:
+        """Tell ``tell`` which keys the memory and the stores hold, and from now on every change of that. To be called
+        once, on the open server."""
+        changes = self._changes = HeldChanges(tell)
+        memory = changes.place("CPU")
+        self._begin(changes.list(memory, self.table.watch(memory.note)))
+        if self.behind is not None:
+            self.behind.watch(changes)
 
     # who comes
 
@@ -373,15 +389,20 @@ class HostServer:
         if uid not in (0, os.geteuid()) and (self._group is None or self._group not in (gid, *groups_of(sock))):
             raise ConfigError(f"the host process is of user {os.geteuid()}, and the client of user {uid}")
         pidfd = pidfd_of(sock, pid)
-        key = pid or -os.fstat(pidfd).st_ino
-        known = self._peers.get(key)
-        if known is not None:
+        key = process_of(pidfd)
+        alike = [peer for peer in self._peers if peer.key == key and not is_dead(peer.pidfd)]
+        if sum(len(peer.clients) for peer in alike) >= MOST_OF_ONE:
             os.close(pidfd)
-            return known
-        return self._peer(key, pidfd, f"process {key}")
+            what = alike[0].name if key is not None else "processes that nothing tells apart"
+            raise Unavailable(f"{MOST_OF_ONE} connections are of {what} already")
+        if key is not None and alike:
+            os.close(pidfd)
+            return alike[0]
+        return self._peer(pidfd, f"process {pid}" if pid else "a process of another container")
 
-    def _peer(self, key: int, pidfd: int, name: str) -> Peer:
-        peer = self._peers[key] = Peer(key, pidfd, Writer(name))
+    def _peer(self, pidfd: int, name: str) -> Peer:
+        peer = Peer(process_of(pidfd), pidfd, name, Writer(name))
+        self._peers.add(peer)
         asyncio.get_running_loop().add_reader(pidfd, self._died, peer)
         return peer
 
@@ -404,16 +425,16 @@ class HostServer:
         self._clients.discard(client)
         peer.clients.discard(client)
         peer.owes = peer.owes or not (client.session is None or client.session.ended_well)
-        if peer.clients or self._peers.get(peer.key) is not peer:
+        if peer.clients or peer not in self._peers:
             return
         if not peer.owes:
             self.table.end(peer.writer)
-        if not peer.writer.reserved:
+        if not peer.writer.holds:
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
+        if peer in self._peers:
+            self._peers.remove(peer)
             asyncio.get_running_loop().remove_reader(peer.pidfd)
             os.close(peer.pidfd)
 
@@ -422,7 +443,7 @@ class HostServer:
         now = time.monotonic()
         return [
             f"{peer.writer.name} has had {len(peer.writer.reserved)} slots reserved for {now - peer.writer.since:.0f} s"
-            for peer in self._peers.values()
+            for peer in self._peers
             if peer.writer.reserved and now - peer.writer.since > LONG_RESERVED
         ]
 
@@ -447,9 +468,9 @@ class HostServer:
             await self.behind.close()
         loop.remove_reader(self._listener.fileno())
         self.handed_over = True
-        writing = [peer for peer in self._peers.values() if peer.writer.reserved]
-        if self.behind is not None and self.behind.reader.reserved:  # a read that hangs may still write there
-            writing.append(Peer(os.getpid(), os.pidfd_open(os.getpid()), self.behind.reader))
+        writing = [peer for peer in self._peers if peer.writer.holds]
+        if self.behind is not None and self.behind.own.holds:  # a call that hangs may go on until this process is dead
+            writing.append(Peer(None, os.pidfd_open(os.getpid()), self.behind.own.name, self.behind.own))
         if len(writing) > MOST_DESCRIPTORS:
             LOG.warning("%d processes are writing, which are too many to hand over", len(writing))
             client.abort()
@@ -460,6 +481,8 @@ class HostServer:
                 wire.Inheritance(number, len(self.table.index), self.table.bytes, len(data)),
             )
             client.send(data)
+        if self.behind is not None and writing and writing[-1].writer is self.behind.own:
+            os.close(writing[-1].pidfd)
         with suppress(TimeoutError):
             await asyncio.wait_for(client.ended.wait(), HEIR_PATIENCE)
         if client.session is not None and client.session.ended_well:
@@ -474,7 +497,7 @@ class HostServer:
         if self._listener.fileno() < 0:
             return  # it was closed meanwhile
         loop.add_reader(self._listener.fileno(), self._accept)
-        for peer in self._peers.values():
+        for peer in self._peers:
             loop.add_reader(peer.pidfd, self._died, peer)
         if self.behind is not None:
             try:
@@ -485,9 +508,8 @@ class HostServer:
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
         table = self.table
-        reserved = [(peer.key, peer.writer.name, table.reserved_by(peer.writer)) for peer in writing]
-        return Snapshot(self.boot, self.memory.layout, table.usable, self.memory.allocated,
-                        table.generations(), list(table.kept()), reserved)  # fmt: skip
+        held = [(peer.writer.name, *table.held_by(peer.writer)) for peer in writing]
+        return Snapshot(self.boot, self.memory.layout, self.memory.allocated, table.books(), held, table.kept_for())
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""
@@ -499,6 +521,8 @@ class HostServer:
         if self.closed.is_set():
             return
         self.draining = True
+        if self._changes is not None:
+            self._changes.close()
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -515,7 +539,7 @@ class HostServer:
             await self.behind.close()
         for client in list(self._clients):
             client.abort()
-        for peer in list(self._peers.values()):
+        for peer in list(self._peers):
             self._forget(peer)
         if others:
             await asyncio.wait(others, timeout=1.0)

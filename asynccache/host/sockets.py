@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
+import select
 import socket
-import stat
 import struct
+from contextlib import suppress
+from pathlib import Path
 
 from asynccache.errors import ConfigError
+from asynccache.unix_socket import bound, is_free
 
 SO_PEERGROUPS, SO_PEERPIDFD = 59, 77  # of Linux; Python does not name them
 
@@ -30,8 +34,37 @@ def pidfd_of(sock: socket.socket, pid: int) -> int:
     """Return a pidfd of the process at the other end. Raises OSError: it has gone, or cannot be seen from here."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:  # before Linux 6.5
-        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise  # it has gone, and its number may be another one's
+        return os.pidfd_open(pid)  # before Linux 6.5
+
+
+def process_of(pidfd: int) -> tuple[str, int] | None:
+    """Return what no other living process has; None if nothing tells this one from others.
+
+    Since Linux 6.9 that is the inode of its pidfds. Before, those of all processes have one inode, which is that of all
+    anonymous files; then it is its number, if it can be seen from here, in other containers there are equal ones.
+    """
+    anonymous = os.eventfd(0)
+    try:
+        inode = os.fstat(pidfd).st_ino
+        if inode != os.fstat(anonymous).st_ino:
+            return "inode", inode
+        with suppress(OSError, ValueError, StopIteration):
+            lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+            pid = int(next(line for line in lines if line.startswith("Pid:"))[4:])
+            return ("pid", pid) if pid > 0 else None  # 0: it cannot be seen; -1: it has gone
+        return None
+    finally:
+        os.close(anonymous)
+
+
+def is_dead(pidfd: int) -> bool:
+    """Return True if the process has died."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def group_id(group: str) -> int:
@@ -43,38 +76,22 @@ def group_id(group: str) -> int:
 
 
 def listening_socket(path: str, group: int | None, backlog: int) -> socket.socket:
-    """Return a Unix socket at ``path`` that listens, to which only this user, or ``group``, may connect, from the first
-    moment on. Raises ConfigError: there can be none."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Return a Unix socket at ``path`` that listens, to which only this user, or ``group``, may connect. Raises
+    ConfigError: there can be none."""
+    free_path(path)
     try:
-        _remove_stale(path)
-        before = os.umask(0o177)
-        try:
-            made.bind(path)
-        finally:
-            os.umask(before)
-        if group is not None:
-            os.chown(path, -1, group)
-            os.chmod(path, 0o660)
-        made.listen(backlog)
+        made = bound(path, group)
     except OSError as error:
-        made.close()
         raise ConfigError(f"listen=unix:{path}: {error.strerror or error}") from None
+    made.listen(backlog)
     return made
 
 
-def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that was killed. Raises OSError: somebody listens there, or it is no socket."""
+def free_path(path: str) -> None:
+    """Raise ConfigError: somebody listens at ``path``, or there is something that is no socket."""
     try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise OSError("there is something that is no socket")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-    raise OSError("a host process listens there; --replace takes over from it")
+        why = None if is_free(path) else "a host process listens there; --replace takes over from it"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why is not None:
+        raise ConfigError(f"listen=unix:{path}: {why}")

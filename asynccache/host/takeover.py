@@ -57,7 +57,7 @@ def take_over(path: str, timeout: float = 60.0) -> Inherited | None:
         if not isinstance(answer, wire.Inheritance):
             raise OSError(f"it answers {answer}")
         snapshot = msgspec.msgpack.decode(receive(answer.length), type=Snapshot)
-        if len(descriptors) != 2 + len(snapshot.reserved):
+        if len(descriptors) != 2 + len(snapshot.held):
             raise ValueError("descriptors are missing; is their number limited (ulimit -n)?")
         memory = HostMemory(snapshot.layout, descriptors[0], snapshot.allocated)
         listener = socket.socket(fileno=descriptors[1])

@@ -27,9 +27,9 @@ from msgspec import Meta
 from asynccache.errors import BackendError
 from asynccache.storage import KEY_BYTES, Result
 
-VERSION = 1
+VERSION = 2
 OLDEST = 1
-"""The oldest version that is still understood: the one before this, once there is one."""
+"""The oldest version that is still understood. Version 2 has ``Hint``; all else is as in version 1."""
 MOST_FRAME = 1 << 20
 MOST_GREETING = 1 << 12
 MOST_KEYS = 4096
@@ -156,6 +156,20 @@ class Secure(HostMessage):
     number: Number
 
 
+class Hint(HostMessage):
+    """What the client knows of these pages; from version 2 on. ``verb``: PREFETCH, the pages will be wanted soon, have
+    them in the memory; KEEP, spare them for ``seconds``; ENDED, they may go first. ``sizes``: as in ``Find``, for
+    PREFETCH only. Answer: ``Verdicts``, HIT where it is as the client wants it, MISS where it is not, as for a verb
+    that the server does not know."""
+
+    number: Number
+    verb: Annotated[str, Meta(max_length=16)]
+    keys: Keys
+    pools: Pools
+    sizes: Numbers
+    seconds: Annotated[float, Meta(ge=0)]
+
+
 class Tell(HostMessage):
     """Answer: ``Told``."""
 
@@ -231,7 +245,7 @@ class Inheritance(HostMessage):
 
 Requests = (
     Exist | Find | Reserve | Publish | GiveBack | Bye | Remove | Damaged | RemoveAll | Secure | Tell | Enumerate
-    | TakeOver
+    | TakeOver | Hint
 )
 Answers = Verdicts | Places | Told | Enumerated | Inheritance | Refused
 

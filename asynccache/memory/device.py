@@ -83,15 +83,14 @@ class CopyDirection(Enum):
 class PageCopy(NamedTuple):
     """Copy the pages ``src`` of one pool to the pages ``dst`` of its counterpart on the other tier, or of the same
     device pool.
-
-    ``src``, ``dst``: page ids, in one-dimensional int32 arrays of equal length. The device may keep arrays that are
-    read-only; it copies others.
     """
 
     device: DevicePool
     host: HostPool | None
     src: npt.NDArray[np.int32]
     dst: npt.NDArray[np.int32]
+    """Page ids, like ``src``: one-dimensional int32 arrays of equal length. The device may keep arrays that are
+    read-only; it copies others."""
 
 
 class Device(Protocol):
@@ -159,12 +158,14 @@ OPTIONS = ("blocks", "kernel_backups_below", "kernel_loads_below")
 
 
 class DeviceName(NamedTuple):
-    """A device's name, taken apart. ``kind``: "cpu" or "cuda". ``number``: CUDA's number of a GPU. ``options``: by
-    name, as text."""
+    """A device's name, taken apart."""
 
     kind: str
+    """"cpu" or "cuda"."""
     number: int = 0
+    """CUDA's number of a GPU."""
     options: Mapping[str, str] = {}
+    """The options by name, as text."""
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.number}"

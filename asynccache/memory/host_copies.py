@@ -60,12 +60,12 @@ Step = Sequence[ArrayCopy]
 
 
 class Hitch(NamedTuple):
-    """The faults of one step: pauses (seconds) before it and between its two halves. ``fails``: True if an error takes
-    the place of the second half."""
+    """The faults of one step: pauses (seconds) before it and between its two halves."""
 
     before: float
     between: float
     fails: bool
+    """True if an error takes the place of the second half."""
 
 
 class InjectedFault(Exception):
@@ -221,16 +221,17 @@ def move(step: Step) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The faults of a device, and how often they occur. ``delayed``, ``failing``: shares of all batches, 0 to 1. A
-    delayed batch pauses in the middle of one step, for a time drawn from the range ``delay`` (seconds): half of every
-    page is there before the pause, and half comes after it. A failing batch stops in the middle of a step. ``fail_at``:
-    numbers of batches that fail, too, counted from 0 in the order in which they were submitted to the device."""
+    """The faults of a device, and how often they occur."""
 
     seed: int = 0
     delayed: float = 0.0
     failing: float = 0.0
+    """Like ``delayed``, a share of all batches, 0 to 1. A delayed batch pauses in the middle of one step, for a
+    time drawn from the range ``delay`` (seconds): half of every page is there before the pause, and half comes after
+    it. A failing batch stops in the middle of a step."""
     delay: tuple[float, float] = (0.001, 0.050)
     fail_at: frozenset[int] = frozenset()
+    """Numbers of batches that fail, too, counted from 0 in the order in which they were submitted to the device."""
 
     def __post_init__(self) -> None:
         for name in ("delayed", "failing"):

@@ -107,8 +107,7 @@ class Poison:
 
 
 class _PoisonedPool:
-    """One pool. ``_token``: the token to which each chunk of a layer's page belongs. A chunk is the run of bytes that
-    is compared as one: it lies in one token, or is a whole page where a token has too few bytes."""
+    """One pool."""
 
     def __init__(self, pool: DevicePool, tokens: int) -> None:
         spec = pool.spec
@@ -128,6 +127,8 @@ class _PoisonedPool:
         chunks = size // self._chunk
         at = torch.arange(chunks) * self._chunk // run
         self._token = (at % tokens if self._chunk < size or tokens == 1 else at * 0).to(self._device)
+        """The token to which each chunk of a layer's page belongs. A chunk is the run of bytes that is compared as one:
+        it lies in one token, or is a whole page where a token has too few bytes."""
         self._of_token = torch.bincount(self._token, minlength=tokens)
         draw = np.random.default_rng(_SEED)
         pattern = draw.integers(0, 0x7C, size, np.uint8)

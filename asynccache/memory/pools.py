@@ -46,15 +46,15 @@ BLOCK = 4096
 class BlockTable(NamedTuple):
     """The page tables of the requests of one step, as kernels of paged attention take them. All tensors are int32, on
     the pool's device. With n requests:
-
-    ``pages``: ``[n, most pages]``, the page ids of each request, then ``DevicePool.padding`` (flash-attn's
-    ``block_table``). ``lengths``: ``[n]``, tokens with KV (its ``cache_seqlens``). The same without padding, as
-    FlashInfer's ``plan`` takes it: ``indptr`` ``[n + 1]``, ``indices`` ``[pages in all]``, ``last_page_len`` ``[n]``.
     """
 
     pages: torch.Tensor
+    """``[n, most pages]``, the page ids of each request, then ``DevicePool.padding`` (flash-attn's ``block_table``)."""
     lengths: torch.Tensor
+    """``[n]``, tokens with KV (flash-attn's ``cache_seqlens``)."""
     indptr: torch.Tensor
+    """``[n + 1]``. With ``indices`` (``[pages in all]``) and ``last_page_len`` (``[n]``) the same tables without
+    padding, as FlashInfer's ``plan`` takes them."""
     indices: torch.Tensor
     last_page_len: torch.Tensor
 
@@ -63,8 +63,7 @@ class DevicePool:
     """One uint8 tensor ``[pages, bytes_per_page / layers]`` per layer, where the engine reads and writes KV.
 
     Where the pool's settings have the shape of its tensors (``Full.attention``, ``Mamba.recurrent``), ``kv`` and
-    ``states`` show them. ``padding``: the id of a page behind all others that belongs to nobody and never will, to fill
-    page tables with; None if an engine's own tensors have no such page. ``has_gaps``: see ``leave_gaps``.
+    ``states`` show them.
     """
 
     def __init__(self, spec: PoolSpec, tensors: Sequence[torch.Tensor]) -> None:
@@ -83,7 +82,10 @@ class DevicePool:
         self._stack: torch.Tensor | None = None
         spare = bool(tensors) and all(len(t) > spec.device_pages for t in self._padded)
         self.padding = spec.device_pages if spare else None
+        """The id of a page behind all others that belongs to nobody and never will, to fill page tables with; None if
+        an engine's own tensors have no such page."""
         self.has_gaps = False
+        """True once ``leave_gaps`` was called."""
 
     @classmethod
     def allocate(cls, spec: PoolSpec, device: Device) -> DevicePool:
@@ -128,7 +130,6 @@ class DevicePool:
         return self._tensors(i)
 
     def _check_shape(self, *, states: bool) -> None:
-        """Check that the pool has states, or keys and values, of a known shape."""
         spec = self.spec
         if states is not (spec.component is ComponentKind.MAMBA):
             raise ConfigError(f"pool {spec.name!r}: it has {'keys and values' if states else 'states'}")
@@ -440,11 +441,9 @@ class Mover:
                         await stream.record().wait()
 
     def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
-        return [self._copy(spec.name, m) for m in moves if m.src for spec in self._moved.get(m.component, ())]
-
-    def _copy(self, name: str, move: Move) -> PageCopy:
-        src, dst = np.frombuffer(move.src, np.int32), np.frombuffer(move.dst, np.int32)
-        return PageCopy(self.device_pools[name], self.host_pools.get(name), src, dst)
+        ids = [(m, np.frombuffer(m.src, np.int32), np.frombuffer(m.dst, np.int32)) for m in moves if m.src]
+        return [PageCopy(self.device_pools[spec.name], self.host_pools.get(spec.name), src, dst)
+                for m, src, dst in ids for spec in self._moved.get(m.component, ())]  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Mover on {self.device!r}: {', '.join(map(repr, self.device_pools))}>"

@@ -1,8 +1,8 @@
 """Signals, by which a thread wakes coroutines of any loop; bells, which wake the coroutines of one loop; and the thread
 of a stream, which does one piece of work after the other.
 
-Law: no loop is blocked (``block`` and ``join`` are for other threads), and all coroutines for which a bell is rung
-before its loop answers are woken by one callback of the loop.
+No loop is blocked: ``block`` and ``join`` are for other threads. All coroutines for which a bell is rung before its
+loop answers are woken by one callback of the loop.
 
 Where the mutable state lives: a signal's state and waiters under the signal's lock, a bell's list under the bell's.
 Everything may be called from any thread; ``wait`` is a coroutine of whatever loop runs it.
@@ -148,7 +148,9 @@ class Signal:
         try:
             await callback.future
         finally:
-            self._unsubscribe(callback)
+            with self._lock:
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
 
     def block(self) -> None:
         """Hold the calling thread until the event has fired. For the threads of streams, never for a loop's."""
@@ -163,11 +165,6 @@ class Signal:
             if not self._fired:
                 self._callbacks.append(callback)
             return not self._fired
-
-    def _unsubscribe(self, callback: Callback) -> None:
-        with self._lock:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
 
     def fire(self, error: Exception | None = None) -> None:
         """Note that the work has ended, with ``error`` or well, and tell all who wait. Firing twice does nothing."""

@@ -123,7 +123,6 @@ class MetricsApp:
         self._registry = registry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"asynccache.metrics.app answers HTTP, not {scope['type']}")
         try:
@@ -135,7 +134,6 @@ class MetricsApp:
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[str, bytes]:
-        """Return the content type and the body of the response."""
         page = scope["path"].removeprefix(scope.get("root_path", ""))
         posted = page == "/explain" and scope["method"] == "POST"
         if not posted and scope["method"] not in ("GET", "HEAD"):

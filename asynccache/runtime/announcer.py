@@ -1,14 +1,12 @@
-"""What a cache tells its embedder: the queue of KV events that ``on_event`` is called with, those events that are not
-the core's, and spans of tracing.
+"""The queue of KV events for the embedder's ``on_event``, the events that are not the core's, and spans of tracing.
 
-The core tells which pages came and went. ``Announcer`` adds that a cache begins and which keys its stores hold, and
-hands all of it to the subscriber: in order, and not within a call of the core.
+The core tells which pages came and went. ``Announcer`` adds that a cache begins and which keys its stores hold. It
+hands all of it to the subscriber in order, and not within a call of the core.
 
-Laws:
-* A key is reported as there from the moment that the first of the attached stores has it until the last of them has
-  lost it or was detached.
-* The name of a namespace is kept while the namespace has pages, and after its last request at least until ``NAMES``
-  other namespaces were named. So the number of names is bounded, however many namespaces there have been.
+Several stores may hold a key: it is reported as there when the first attached store gets it, and as gone when the last
+one has lost it or was detached. A namespace's name is kept while the namespace has pages, and after its last request at
+least until ``NAMES`` other namespaces were named; so the number of names is bounded, however many namespaces there have
+been.
 """
 
 from __future__ import annotations

@@ -59,29 +59,37 @@ _CLOSED_EARLY = "the cache was closed while it was being opened"
 
 
 class CacheStatistics(NamedTuple):
-    """The counters of a cache at one moment. ``device``, ``host``: slots by component name. ``stages``: what each
-    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held, kept prefixes among
-    them; ``waiting``: how many are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks
-    the cache runs. ``storage``: the sums of the stores' counters; ``stores``: those of each store by its name, nearest
-    first. ``core``: the core's own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in
-    each queue. ``histograms``: latencies by stage. ``dropped_backups``: operations to storage that gave way to later
-    ones."""
+    """The counters of a cache at one moment."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
+    """Slots by component name, as in ``device``."""
     stages: Mapping[str, StageStats]
+    """What each transfer stage did."""
     prefetches: Mapping[str, int]
+    """How many prefetches ended in each way."""
     leases: int
+    """How many leases are held, kept prefixes among them."""
     waiting: int
+    """How many leases are in line."""
     kept_tokens: int
+    """How many tokens ``keep`` pins."""
     tasks: int
+    """How many tasks the cache runs."""
     storage: Mapping[str, int | float]
+    """The sums of the stores' counters."""
     stores: Mapping[str, Mapping[str, int | float]]
+    """The counters of each store by its name, nearest first."""
     core: Statistics
+    """The core's own counters."""
     lookups: LookupStats
+    """What leases found and missed."""
     queues: Mapping[str, int]
+    """How much waits in each queue."""
     histograms: Mapping[str, Histogram]
+    """Latencies by stage."""
     dropped_backups: int
+    """Operations to storage that gave way to later ones."""
 
     def __str__(self) -> str:
         """The figures that are looked at most, as a table of at most 80 columns."""
@@ -210,7 +218,6 @@ class AsyncCache:
             raise
 
     async def _abandon(self) -> None:
-        """Close what is open of a cache that is not to be opened."""
         head, self._head = self._head, None
         if head is not None:
             await head.abandon()
@@ -323,7 +330,7 @@ class AsyncCache:
         head = self._ready()
         async with holding(head.driver.lock):
             head.driver.apply_outcomes()
-            return head.driver.unlocked(head.core.match, head.namespaces.space(namespace), key)
+            return head.driver.call_unlocked(head.core.match, head.namespaces.space(namespace), key)
 
     def prefetch(self, tokens: Tokens, namespace: Namespace = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for one lease

@@ -1,8 +1,9 @@
 """Core calls of tasks: holding the tree lock, calls in slices, the ack task, sleeping in line, waiting for operations.
 
-Laws:
+What always holds:
 * Under the tree lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
-* A cancellation that arrives between two slices is kept until the last one is done.
+* A cancellation that arrives between two slices is kept until the last one is done. To cancel a mere wait stops the
+  waiting and nothing else.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def slices(
     while True:
         if check is not None:
             check()
-        if not isinstance(result := driver.locked(call), More):
+        if not isinstance(result := driver.call_locked(call), More):
             return result, cancelled
         driver.perform(result.plan)
         try:
@@ -106,8 +107,8 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
             if driver.closed is None or not reads:
                 driver.apply_outcomes()
             if call is None:
-                call = driver.locked(begin)
-            result = driver.locked(call)
+                call = driver.call_locked(begin)
+            result = driver.call_locked(call)
             if isinstance(result, (Plan, More)):
                 driver.perform(result.plan if isinstance(result, More) else result)
         if not isinstance(result, More):
@@ -149,8 +150,7 @@ async def woken(place: LinePlace, until: float | None = None) -> None:
 
 
 async def first_ended(operations: Operations, ops: Iterable[int]) -> Status | None:
-    """Return when one of ``ops`` has ended, with its status (None: one had ended before, or there are none).
-    Cancelling it stops the waiting and nothing else."""
+    """Return when one of ``ops`` has ended, with its status (None: one had ended before, or there are none)."""
     waiter = operations.watch(ops)
     if waiter is None:
         return None
@@ -161,8 +161,7 @@ async def first_ended(operations: Operations, ops: Iterable[int]) -> Status | No
 
 
 async def all_ended(operations: Operations, ops: Iterable[int]) -> list[Status]:
-    """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops the
-    waiting and nothing else."""
+    """Return when each of ``ops`` has ended, with the statuses of those that were in flight."""
     watched = [(op, waiter) for op in ops if (waiter := operations.watch((op,))) is not None]
     try:
         return [await waiter for _, waiter in watched]

@@ -3,28 +3,29 @@ outcomes. Here are also the tree lock, and the lines in which others wait for ro
 
 Nothing in this module waits, so that it can be compiled; ``core_calls`` has the coroutines around it.
 
-Laws:
-* No await between a core call and ``perform``: effects are in their queues before anybody else can run.
-* A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
-  give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
-  evict or back up to the next holder.
-* Whoever takes the lock applies what waits in the queue of acks before anything else is decided: the outcomes, and the
-  commits of fetches that have read their pages. A commit that must wait for an operation is queued again when that has
-  ended, and nothing waits behind it.
-* Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
-  plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
-  is made again, not even for the next slice of a call that is under way.
-* The tree lock is handed over first come, first served: ``release`` hands it to whoever has waited longest, and it is
-  never free in between. So nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing; if it had
-  been handed the lock by then, it passes it on.
-* Who waits for pages stands in a ``Line`` and holds nothing. Only the first in line may try, and nobody overtakes. A
-  place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes
-  back to the same position.
-* Who waits to grow a lease holds pages, so it stands in no line: each tries again at every wake-up.
-* One way to be woken: whatever may let anybody go on calls ``Driver.wake``, which wakes both lines and everybody who
-  grows. That is every plan that gives something back or says that storage is late, and every prefetch that ends.
-* Each waiter awaits a future of its own, so cancelling one never touches another. An operation that is not among
-  ``ops`` has ended. When the cache closes, every waiter gets the reason.
+**Core calls.** There is no await between a core call and ``perform``: effects are in their queues before anybody else
+can run. A call that may split a node holds the tree lock, even when nobody else wants it (``call_locked``). A call that
+only gives something back may be made without it (``call_unlocked``): the core refuses to split in such a call, and
+leaves what it would evict or back up to the next holder.
+
+**Acks.** Whoever takes the lock first applies what waits in the queue of acks: the outcomes, then the commits of
+fetches that have read their pages. A commit that must wait for an operation is queued again when that has ended, and
+nothing waits behind it.
+
+**Errors.** A core call may refuse (``REFUSALS``), and then nothing has changed. If it raises anything else, or a plan
+cannot be performed, the cache is closed with that error: the core's books may be wrong, so no core call is made again,
+not even for the next slice of a call that is under way.
+
+**The lock** is handed over first come, first served. ``release`` hands it to whoever has waited longest, and it is
+never free in between; so nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing, and passes
+the lock on if it was handed it by then.
+
+**Waiting for room.** Whoever waits for pages stands in a ``Line`` and holds nothing. Only the first in line may try. A
+place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes
+back to the same position. Whoever waits to grow a lease holds pages, so it stands in no line and tries again at every
+wake-up. All are woken in one way, ``Driver.wake``: after every plan that gives something back or says that storage is
+late, and after every prefetch that ends. Each waiter awaits a future of its own, so cancelling one never touches
+another. An operation that is not among ``ops`` has ended. When the cache closes, every waiter gets the reason.
 
 Mutable state: the core, the acks that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits (in the lines and in ``growing``).
@@ -132,13 +133,14 @@ class TreeLock:
 
 
 class LinePlace:
-    """One waiter's place in a line. ``signal``: while the waiter sleeps, the future that wakes it; else None."""
+    """One waiter's place in a line."""
 
     __slots__ = ("signal", "ticket")
 
     def __init__(self, ticket: int) -> None:
         self.ticket = ticket
         self.signal: asyncio.Future[None] | None = None
+        """While the waiter sleeps, the future that wakes it; else None."""
 
     def __repr__(self) -> str:
         return f"LinePlace(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
@@ -277,8 +279,9 @@ Ack = Outcome | Failing | FetchCommit | Nudge
 
 
 class PlanPerformer(Protocol):
-    """What performs the effects of a plan: ``asynccache.runtime.head.Head``, which hands each on to one of its parts.
-    The driver is compiled without the head, so it knows these methods alone. No method blocks or fails."""
+    """The performer of a plan's effects: ``asynccache.runtime.head.Head``, which hands each on to one of its parts. The
+    driver is compiled without the head, so it knows these methods alone. No method blocks or fails.
+    """
 
     def given_back(self) -> None:
         """Hear that a core call was made, before its plan is performed, if the core notes what is given back."""
@@ -300,31 +303,31 @@ class PlanPerformer(Protocol):
 
 
 class Driver:
-    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
-
-    ``lock``: the tree lock. ``acks``: what the transfer stages and the fetches report, on its way to the ack task; the
-    queue has no bound of its own, because the core bounds the operations in flight. ``draining``: True once the cache
-    is about to be closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is
-    closed. ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation.
-    ``line``, ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those
-    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call. ``head``
-    performs the effects of plans.
-    """
+    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop."""
 
     def __init__(self, core: CacheCore, head: PlanPerformer, clock: Callable[[], float]) -> None:
         self.core = core
         self.clock = clock
+        """Returns seconds, which the core is told with each call."""
         self._head = head
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
+        """What the transfer stages and the fetches report, on its way to the ack task; the queue has no bound of its
+        own, because the core bounds the operations in flight."""
         self.ops = Operations()
         self.line = Line()
         self.prefetch_line = Line()
+        """Where prefetches wait for room, as leases do in ``line``."""
         self.growing: set[asyncio.Future[None]] = set()
+        """The futures of those who wait for room to grow a lease."""
         self.draining = False
+        """True once the cache is about to be closed, and takes no new requests."""
         self.closed: CacheClosed | None = None
+        """Why every call is refused; None until the cache is closed."""
         self.broken = False
+        """True once the core's books may be wrong."""
         self.saving: set[int] = set()
+        """The backups in flight, by operation."""
         self._in_hand: list[Ack] = []
         self._waiting = False
         self._nudged = False
@@ -368,7 +371,7 @@ class Driver:
             self.refuse()
         self._head.note_failures()
         if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
-            self.perform(self.locked(self.core.follow_up))
+            self.perform(self.call_locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
         """Note that the ack task has taken ``ack`` out of the queue, and waits for the lock. The next holder of the
@@ -380,7 +383,7 @@ class Driver:
         Return True if there were outcomes: then the core has followed up, too."""
         outcomes = [ack for ack in acks if isinstance(ack, (Outcome, Failing))]
         if outcomes:
-            self.perform(self.locked(self.core.complete, outcomes))
+            self.perform(self.call_locked(self.core.complete, outcomes))
         for ack in acks:
             if not isinstance(ack, (Outcome, Failing, Nudge)):
                 self._commit(ack)
@@ -401,7 +404,6 @@ class Driver:
             self.post_commit(commit)
 
     def _take_acks(self) -> list[Ack]:
-        """Take and return all acks that wait, in the order in which they came."""
         acks, self._in_hand, self._nudged, self._waiting = self._in_hand, [], False, False
         while not self.acks.empty():
             acks.append(self.acks.get_nowait())
@@ -409,7 +411,7 @@ class Driver:
 
     # calls of the core
 
-    def locked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_locked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make a core call that may split nodes. The caller holds the tree lock, and performs the plan before it
         awaits anything.
 
@@ -435,7 +437,7 @@ class Driver:
         finally:
             world.may_split = False
 
-    def unlocked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_unlocked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make a core call that splits nothing. The caller need not hold the tree lock; another task may hold it,
         between two slices of a call of its own. The caller performs the plan before it awaits anything.
 
@@ -456,9 +458,9 @@ class Driver:
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """Make a core call as ``unlocked`` does, by which a holder of pins or pages gives them back. This must always
-        be possible, so it never raises ``CacheClosed``: if the core's books may be wrong, the call is not made, and
-        the plan that is returned is empty. Whatever ``call`` raises closes the cache."""
+        """Make a core call as ``call_unlocked`` does, by which a holder of pins or pages gives them back. This must
+        always be possible, so it never raises ``CacheClosed``: if the core's books may be wrong, the call is not made,
+        and the plan that is returned is empty. Whatever ``call`` raises closes the cache."""
         if self.broken:
             return EMPTY
         try:
@@ -482,7 +484,7 @@ class Driver:
             return False
         try:
             self.apply_outcomes()
-            answer = self.locked(self.core.lease, ask)
+            answer = self.call_locked(self.core.lease, ask)
             if isinstance(answer, Grant):
                 granted(answer)
             self.perform(answer.plan)
@@ -506,13 +508,12 @@ class Driver:
         """Tell the core whether storage is ``late``. A timer calls this, too, and nobody would see its error; so an
         error of the core is not raised here if it has closed the cache, whose users are told the reason."""
         try:
-            self.perform(self.unlocked(self.core.note_late_storage, late))
+            self.perform(self.call_unlocked(self.core.note_late_storage, late))
         except Exception:
             if self.closed is None:
                 raise
 
     def _break(self, error: BaseException) -> None:
-        """Note that the core's books may be wrong, and close the cache with ``error``."""
         self.broken = True
         self._head.fail(error)
 
@@ -588,17 +589,15 @@ class Driver:
     def close(self, cause: BaseException | None) -> None:
         """Refuse every call from now on, and tell everybody who waits here why. ``cause``: the error that closes the
         cache; None: it is closed on purpose."""
-        self.closed = CacheClosed(self._why(cause))
+        why = "the cache is closed"
+        if cause is not None:
+            what = "the cache's books may be wrong" if self.broken else "a task of the cache died"
+            why = f"{what}: {type(cause).__name__}: {cause}"
+        self.closed = CacheClosed(why)
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
         self.wake()  # who grows tries again, and is refused
-
-    def _why(self, cause: BaseException | None) -> str:
-        if cause is None:
-            return "the cache is closed"
-        what = "the cache's books may be wrong" if self.broken else "a task of the cache died"
-        return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:
         """Return a new error for one waiter: a ``CacheClosed`` with the error that closed the cache as its cause, or a

@@ -1,22 +1,20 @@
 """The engine's batches as the head knows them: which ones are not over, and what waits for them.
 
-While a batch of the engine is not over, the engine may read or write the pages that its leases named. Copies into these
-pages wait for the batch, and pages that are given back are not taken again before it is over.
+While a batch is not over, the engine may read or write the pages that its leases named. Copies into these pages wait
+for the batch, and pages that are given back are not taken again before it is over. ``EngineBatches`` names the batches,
+hands each copy to the worker with the batches that it has to wait for, and holds back slots.
 
-* ``EngineBatches`` names the batches, hands each copy to the worker with the batches that it has to wait for, and keeps
-  slots that were given back from being taken again before the batches are over.
-* ``Fences`` knows for each device slot which batches stand before it: nothing may be copied into the slot until they
-  are over. It goes by slot, so that a copy into pages that no batch uses runs beside the engine's work. Each slot has
-  the number of a set of batches. A set is made when a batch is added, and forgotten when all of its batches are over.
+``Fences`` knows for each device slot which batches stand before it. It goes by slot, so that a copy into pages that no
+batch uses runs beside the engine's work. Each slot has the number of a set of batches. A set is made when a batch is
+added, and forgotten when all of its batches are over.
 
-Laws:
-* No backup reads a committed page before the batch that the page's commit named is over. A backup may start long after
-  the commit (the core defers it), so every backup waits, on the device, for all batches that commits have named.
-* What a batch did not compute is not there. The core hears that a commit's batches ran, or, as soon as it is known,
-  that one failed (``watch``).
 * A copy into a page waits, on the device, for the batches that some lease named while it had that page, and for no
-  other (``Fences``). These batches are looked up when the copy is asked for. A batch that is named later does not hold
-  the copy up, since the engine may wait for that very copy.
+  other. They are looked up when the copy is asked for: a batch that is named later does not hold the copy up, since the
+  engine may wait for that very copy.
+* No backup reads a committed page before the batch that the page's commit named is over. The core may start a backup
+  long after the commit, so every backup waits, on the device, for all batches that commits have named.
+* What a batch did not compute is not there. The core hears that a commit's batches ran or, as soon as it is known, that
+  one failed (``watch``).
 """
 
 from __future__ import annotations
@@ -56,7 +54,10 @@ class EngineBatches:
     def __init__(
         self, worker: LocalWorker, core: CacheCore, pools: Sequence[PoolSpec], driver: Driver, supervisor: Supervisor
     ) -> None:
-        self.fences = Fences(_slots_of(pools))
+        slots: dict[int, int] = {}
+        for spec in pools:
+            slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
+        self.fences = Fences(slots)
         self._driver = driver
         self._supervisor = supervisor
         self._worker = worker
@@ -186,13 +187,6 @@ class EngineBatches:
         return self.fences.before((move.component, slots) for move in effect.moves for slots in (move.src, move.dst))
 
 
-def _slots_of(pools: Sequence[PoolSpec]) -> Mapping[int, int]:
-    slots: dict[int, int] = {}
-    for spec in pools:
-        slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
-    return slots
-
-
 class Fences:
     """The batches that stand before each device slot. ``slots``: how many device slots there are, by component."""
 
@@ -258,34 +252,30 @@ class Fences:
         return [place + base for place in found if place]
 
     def _places(self, stamps: Stamps, slots: npt.NDArray[np.int32]) -> tuple[int, Stamps, list[int]]:
-        """Return three things: a number that is below those of all sets; by how much the set of each slot is above it,
-        0 for a slot without a set; which of these differences occur."""
+        """Return three things: a number below those of all sets; for each slot by how much its set's number is above
+        that one (0: the slot has no set); and which of these differences occur."""
         base = next(iter(self._sets), self._number + 1) - 1
         at = np.maximum(stamps[slots] - base, 0)
         return base, at, np.flatnonzero(np.bincount(at)).tolist()
 
     def _forget(self) -> None:
-        """Forget the oldest sets whose batches are all over. Once there are ``_sweep_at`` sets, look at all of them: an
-        old set that lasts may hide many that are over. If the numbers of those that are left lie far apart, they are
-        numbered anew, since ``_places`` takes time for each number from the first to the last."""
+        """Forget the oldest sets whose batches are all over. An old set that lasts may hide many that are over, so once
+        there are ``_sweep_at`` sets all of them are looked at. If the numbers of the sets that are left lie far apart,
+        they are numbered anew: ``_places`` takes time for each number from the first to the last."""
         while self._sets and not not_over(*self._sets[oldest := next(iter(self._sets))]):
             del self._sets[oldest]
         if len(self._sets) >= self._sweep_at:
             self._sets = {number: alive for number, batches in self._sets.items() if (alive := not_over(*batches))}
             self._sweep_at = 2 * len(self._sets) + SWEEP
             if self._number - next(iter(self._sets), self._number) > SPARSE * self._sweep_at:
-                self._renumber()
-
-    def _renumber(self) -> None:
-        """Number the sets from 1 on, in the order that they have."""
-        base = next(iter(self._sets)) - 1
-        becomes = np.zeros(self._number - base + 1, np.int64)
-        for number, old in enumerate(self._sets, 1):
-            becomes[old - base] = number
-        for stamps in self._stamps.values():
-            stamps[:] = becomes[np.maximum(stamps - base, 0)]
-        self._sets = dict(enumerate(self._sets.values(), 1))
-        self._number = len(self._sets)
+                base = next(iter(self._sets)) - 1
+                becomes = np.zeros(self._number - base + 1, np.int64)
+                for number, old in enumerate(self._sets, 1):
+                    becomes[old - base] = number
+                for stamps in self._stamps.values():
+                    stamps[:] = becomes[np.maximum(stamps - base, 0)]
+                self._sets = dict(enumerate(self._sets.values(), 1))
+                self._number = len(self._sets)
 
 
 def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:

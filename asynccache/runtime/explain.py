@@ -1,5 +1,6 @@
 """Explains where the pages of a prompt are, over all tiers: the core's answer, and what the stores say of the pages
-that the tree does not know. Below that, what the eviction policy has learned, in short. Reads only."""
+that the tree does not know. Below that is what the eviction policy has learned, in short. Nothing here changes a cache.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import PrefetchShape, usable_end
 from asynccache.core.eviction import Judged, Learned
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.match import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.prefetch import usable_by_a_lease
-from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
+from asynccache.runtime.tokens import Chain
 from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.work import StoreQuestion
@@ -38,42 +40,47 @@ class Where(Enum):
 
 
 class Span(NamedTuple):
-    """Tokens ``start`` to ``stop``, which have all other fields in common. ``where``: the nearest tier that has them.
-    ``states``: by component, its state on device and host; empty if the tree does not know these tokens. ``pinned``:
-    how many pins FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is
-    known. ``judged``: how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not,
-    like ``lru``."""
+    """Tokens ``start`` to ``stop``, which have all other fields in common."""
 
     start: int
     stop: int
     where: Where
+    """The nearest tier that has these tokens."""
     states: dict[str, tuple[str, str]]
+    """The state on device and host, by component; empty if the tree does not know these tokens."""
     pinned: tuple[int, int]
+    """How many pins FULL has on the device, and on the host."""
     stored: bool
+    """True if these tokens are known to be in storage."""
     judged: Judged | None
+    """The eviction policy's judgement of FULL, with the age to a tenth of a second; None for policies such as
+    ``lru``."""
 
 
 class Explained(NamedTuple):
-    """The places of a prompt's pages over all tiers, in tokens. ``tokens``: the prompt; ``length``: its whole pages.
-    ``device``, ``host``, ``storage``: how far a match would reach with what the device has, with the host's pages, too,
-    and with those of storage (at least: a window that begins on the host and ends in storage is not put together here).
-    ``loads``: how many pages the match would bring from the host, by component. ``ends``: the component that ends the
-    match on device and host; None if it is not cut short. ``why``: the reason in words. ``fetch``: what a prefetch
-    would do, in words. ``learned``: what the eviction policy ``policy`` has learned from all requests, whatever their
-    prompts; None if it learns nothing."""
+    """The places of a prompt's pages over all tiers, in tokens."""
 
     tokens: int
+    """The whole prompt."""
     length: int
+    """The prompt's whole pages."""
     device: int
     host: int
     storage: int
+    """How far a match would reach with the pages of storage, too; ``device`` and ``host``: without them. It may reach
+    further: a window that begins on the host and ends in storage is not put together here."""
     spans: tuple[Span, ...]
     loads: dict[str, int]
+    """How many pages the match would bring from the host, by component."""
     ends: str | None
+    """The component that ends the match on device and host; None if it is not cut short."""
     why: str
+    """Why the match ends there, in words."""
     fetch: str
+    """What a prefetch would do, in words."""
     policy: str
     learned: Learned | None
+    """What ``policy``, the eviction policy, has learned from all requests; None if it learns nothing."""
 
     def plain(self) -> dict[str, Any]:
         """Return the explanation as values that JSON has. ``learned`` is given in its short form (``plain_learned``),
@@ -96,7 +103,6 @@ def _plain_span(span: Span) -> dict[str, Any]:
 
 
 async def explain(core: CacheCore, worker: LocalWorker, pools: PoolLayout, space: bytes, key: bytes) -> Explained:
-    """See ``AsyncCache.explain``."""
     found = fetched = core.explain(space, key)
     if len(pools.components) > 1:
         fetched = core.explain(space, usable_by_a_lease(key, core.config.page_size))  # as a prefetch leaves it
@@ -116,7 +122,6 @@ async def explain(core: CacheCore, worker: LocalWorker, pools: PoolLayout, space
 async def _stored(
     core: CacheCore, worker: LocalWorker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
 ) -> dict[str, bytes]:
-    """Return a ``Result`` for every page of the prompt, as bytes for each pool."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
     whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
     asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
@@ -210,14 +215,15 @@ _SHORT = ("1 s", "10 s", "1 min", "10 min", "1 h")
 
 
 class LearnedKind(NamedTuple):
-    """One kind of page. ``blocks``: blocks of 512 tokens that the curve was learned from, faded with time. ``again``:
-    for each of ``AGES``, the share of these blocks that is used again before that age, 0 to 1. ``worth``: for each of
-    ``AGES``, what a block of that age is worth; the policy evicts what is worth least."""
+    """One kind of page."""
 
     name: str
     blocks: float
+    """Blocks of 512 tokens that the curve was learned from, faded with time."""
     again: tuple[float, ...]
+    """For each of ``AGES``, the share of these blocks that is used again before that age, 0 to 1."""
     worth: tuple[float, ...]
+    """For each of ``AGES``, what a block of that age is worth; the policy evicts what is worth least."""
 
 
 def kinds(learned: Learned) -> tuple[LearnedKind, ...]:

@@ -1,6 +1,6 @@
 """Forgetting: a namespace, or all of them, leaves every tier.
 
-Law: it goes over the tree in slices, and holds the tree lock for one slice at a time.
+Forgetting goes over the tree in slices, and holds the tree lock for one slice at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The head: one open cache. It constructs the parts, starts their tasks, and in the end saves, stops and closes.
 
-Laws:
+What always holds:
 * A plan of the core goes through here (``Driver.perform``): copies to ``EngineBatches.begin``, backups to storage to
   ``Backups.put``, events to ``Announcer.put``. The acks come back through one queue (``Driver.acks``).
 * A cache that is closed frees no buffer that a store or a device still uses. So what a store uses that hangs is left
@@ -58,27 +58,19 @@ FREEZE_EVERY = 2048
 
 
 class CloseReport(NamedTuple):
-    """The pages of FULL that ``aclose`` could not save. ``unsaved_host``: pages that neither the host nor a store has.
-    ``unsaved_storage``: pages that the host has and no store; 0 if no store is written.
-
-    ``error``: the error with which the cache had closed itself; None: it had not. After an error of the core both
-    counts are 0, because nobody knows them.
-    """
+    """The pages of FULL that ``aclose`` could not save."""
 
     unsaved_host: int = 0
+    """Pages that neither the host nor a store has."""
     unsaved_storage: int = 0
+    """Pages that the host has and no store; 0 if no store is written."""
     error: BaseException | None = None
+    """The error with which the cache had closed itself; None: it had not. After an error of the core both counts are 0,
+    because nobody knows them."""
 
 
 class Head:
-    """An open cache. ``start`` makes its tasks; after ``close`` every call is refused.
-
-    ``hashes``: True if pages are hashed when they are committed, for storage or for events. ``commits``: how many
-    commits there were. ``holders``: the core's leases, each with the task to which it was granted, and the prefixes
-    that are kept; it keeps neither a request's ``Lease`` nor its task alive. ``default_states``: how many MAMBA slots a
-    lease has if it does not say; 0 if the model has no recurrent states. ``has_swa``: True if the model has a sliding
-    window. ``sanitizer``: what looks for a program's mistakes; None: the cache is not debugged.
-    """
+    """An open cache. ``start`` makes its tasks; after ``close`` every call is refused."""
 
     def __init__(
         self, config: CacheConfig, worker: LocalWorker, on_event: OnEvent | None, span: StartSpan = no_span, *,
@@ -96,6 +88,7 @@ class Head:
         self.supervisor = Supervisor(self.close)
         self.batches = EngineBatches(worker, core, config.pools(), driver, self.supervisor)
         self.sanitizer = Sanitizer(worker, core, self.batches, self.supervisor) if debug else None
+        """What looks for a program's mistakes; None: the cache is not debugged."""
         self.announcer: Announcer | None = None
         if on_event is not None:
             self.announcer = Announcer(on_event, config.page_size, worker, core.world.roots)
@@ -105,11 +98,17 @@ class Head:
         self.prefetches = Prefetches(config, driver, worker, self.pools, self.backups, self.supervisor, span)
         self.stores = StoreAttachments(driver, worker, self.announcer, self.supervisor, limits[0])
         self.hashes = worker.takes_stores or on_event is not None or debug  # a store may be attached at any time
+        """True if pages are hashed when they are committed, for storage or for events."""
         self.commits = 0
+        """How many commits there were."""
         self.holders: dict[object, weakref.ref[asyncio.Task[Any]] | None] = {}
+        """The core's leases, each with the task to which it was granted, and the prefixes that are kept; it keeps
+        neither a request's ``Lease`` nor its task alive."""
         kinds = {component.kind for component in core.config.components}
         self.has_swa = ComponentKind.SWA in kinds
+        """True if the model has a sliding window."""
         self.default_states = 1 + CHECKPOINTS if ComponentKind.MAMBA in kinds else 0
+        """How many MAMBA slots a lease has if it does not say; 0 if the model has no recurrent states."""
         self._freezes = config.freeze_gc
         self._frozen_at = 0
         self._stopper: asyncio.Task[None] | None = None
@@ -120,29 +119,23 @@ class Head:
     # what the driver performs plans with (``PlanPerformer``)
 
     def given_back(self) -> None:
-        """See ``PlanPerformer``."""
         assert self.sanitizer is not None
         self.sanitizer.given_back()
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """See ``PlanPerformer``."""
         self.batches.begin(copies)
 
     def store(self, backup: BackupStorage) -> None:
-        """See ``PlanPerformer``."""
         self.backups.put(backup)
 
     def publish(self, event: Event) -> None:
-        """See ``PlanPerformer``."""
         if self.announcer is not None:
             self.announcer.put(event)
 
     def note_failures(self) -> None:
-        """See ``PlanPerformer``."""
         self.batches.note_failures()
 
     def fail(self, error: BaseException) -> None:
-        """See ``PlanPerformer``."""
         self.supervisor.fail(error)
 
     # what leases ask

@@ -1,27 +1,31 @@
 """A lease: what one request has of the cache, as an async context manager.
 
-The way in is ``Lease._enter``, in three phases: the lease waits for its prefetch as the policy says, stands in line,
-and tries until it is granted. What it has computed it publishes by ``commit``; see ``Publishing``.
+Entering is ``Lease._enter``, in three phases: the lease waits for its prefetch as the policy says, stands in line, and
+tries until it is granted. What the request has computed is published by ``commit`` (``Publishing``).
 
-Laws:
-* All or nothing: entering takes everything or holds nothing, whatever interrupts it.
-* Who waits holds nothing. A lease that has to wait for its prefetch waits beside the line, so that it blocks nobody,
-  and joins the line with the ticket that it drew on arrival. It waits so in two cases: to the prefetch's end under
-  wait_complete, and until the deadline under timeout; and again when it is its turn, its pages could be granted and the
-  prefetch still runs. Then it tells the prefetch to stop, which ends within ``prefetch.GRACE`` seconds. So everybody's
-  deadlines and graces run beside each other.
-* ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
-* What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
-* Nothing is published below pages whose load may still fail, and no slot is free while the engine may still touch it.
-* A lease with loads publishes nothing before somebody has waited for them: what was computed earlier is wrong.
-* A commit takes its tokens, its checkpoint and its event ``after`` in the call itself, in whatever thread that is made.
-* A lease that is dropped without being released warns, and the loop gives back what it held.
-* A lease's commits are made in the order of the calls. A backup waits for the batch that computes the pages that it
+**Entering and leaving.** Entering takes everything or holds nothing, whatever interrupts it. The grant is written into
+the lease in the turn of the core's answer, so a cancellation that comes later finds it there and undoes it.
+``__aexit__`` contains no await: nothing can keep pages from going back. A lease that is dropped without being released
+warns, and the loop gives back what it held.
+
+**Waiting.** A waiting lease pins no pages. Leases are granted in the order in which they arrived, even if some wait for
+a prefetch first: a lease waits for its prefetch beside the line, so that it blocks nobody, and then joins the line with
+the ticket that it drew on arrival. Under ``wait_complete`` it waits for the prefetch's end, under ``timeout`` until the
+deadline. When its turn has come, its pages could be granted and the prefetch still runs, it tells the prefetch to stop
+and waits once more; the prefetch ends within ``prefetch.GRACE`` seconds. So everybody's deadlines and graces run beside
+each other.
+
+**Publishing.** A commit takes its tokens, its checkpoint and its event ``after`` in the call itself, in whatever thread
+that is made. A lease's commits are made in the order of the calls.
+
+* Nothing is published below pages whose load may still fail. A lease with loads publishes nothing before somebody has
+  waited for them, since what was computed earlier is wrong.
+* No slot is free while the engine may still touch it, and a backup waits for the batch that computes the pages it
   copies: ``EngineBatches`` hears of that batch before the commit's plan is performed.
-* What a batch did not compute is not published: a commit stands on all batches that its lease's commits have
-  named and that are not known to have run, and is undone if one of them fails.
-* A commit may find that the tree has some pages already. The lease's own copies of these are *duplicates*. They are
-  free once the engine uses the new page table and has let go of the old one (``adopt``).
+* A commit stands on all batches that its lease's commits have named and that are not known to have run. If one of them
+  fails, the commit is undone.
+* The tree may have some of the pages already. The lease's own copies of these are *duplicates*. They are free once the
+  engine uses the new page table and has let go of the old one (``adopt``).
 """
 
 from __future__ import annotations
@@ -42,13 +46,14 @@ import numpy.typing as npt
 from asynccache.checks import flag, integer, shown, text
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import EVERYTHING, Committed, CoreLease, Grant, LeaseRequest
+from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.core_calls import drive, first_ended, holding, slices, woken
 from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
-from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
+from asynccache.runtime.tokens import Chain, Tokens, as_key
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import LinePlace
@@ -77,12 +82,14 @@ worked out only for a warning, since that takes some µs in a long function."""
 class Publishing:
     """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the batches that may not
     be over, those among them that commits were made ``after`` and that may still fail or have failed (``_unsure``), and
-    the duplicates that wait to be adopted. ``order``: a lock, for one commit after the other."""
+    the duplicates that wait to be adopted.
+    """
 
     __slots__ = ("_chain", "_core", "_head", "_key", "_ready", "_retiring", "_space", "_unsure", "order")
 
     def __init__(self, head: Head, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
+        """A lock, for one commit after the other."""
         self._head = head
         self._core = core
         self._space = ask.space
@@ -151,7 +158,7 @@ class Publishing:
                 raise RuntimeError("the lease is released")
             if core.valid is not None or failed:
                 raise LoadFailed(core.length if core.valid is None else core.valid)
-            answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
+            answer = driver.call_locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
             if not isinstance(answer, Wait):
                 if len(key) > len(self._key):
                     self._key = key
@@ -350,7 +357,7 @@ class Lease:
                             if place is None:
                                 place = line.join(ticket)
                                 if arrival is None:
-                                    match = driver.unlocked(driver.core.match, ask.space, ask.key)
+                                    match = driver.call_unlocked(driver.core.match, ask.space, ask.key)
                                     arrival = CachedOnArrival(match.device, match.host)
                             line.sleep(place)
                     if place is not None:
@@ -708,7 +715,7 @@ class Lease:
         position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
         driver = self._head.driver
-        driver.perform(driver.unlocked(driver.core.advance, self._core, position))
+        driver.perform(driver.call_unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
         """Give back the lease's own pages that lie wholly beyond ``length`` tokens, such as those of speculative tokens
@@ -723,7 +730,7 @@ class Lease:
         length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
         driver = self._head.driver
-        driver.perform(driver.unlocked(driver.core.truncate, self._core, length))
+        driver.perform(driver.call_unlocked(driver.core.truncate, self._core, length))
 
     def _fence(self, name: str, after: object | None) -> None:
         batch = self._head.batches.batch(name, after)
@@ -762,11 +769,17 @@ class Lease:
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``after``. Nothing was
                 published, and ``after`` was not taken, unless another commit of the lease was under way.
         """
-        key, saved = as_key(tokens), None if checkpoint is None else _as_pair(checkpoint)
+        key = as_key(tokens)
+        if checkpoint is not None:
+            if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
+                raise ConfigError(
+                    f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states"
+                )
+            checkpoint = integer("checkpoint: position", checkpoint[0]), integer("checkpoint: slot", checkpoint[1])
         event = self._head.batches.event("commit: after", after)
         if event is not None:
             self._to_commit.append(event)
-        return self._commit(key, event, saved)
+        return self._commit(key, event, checkpoint)
 
     async def _commit(self, key: bytes, event: object | None, checkpoint: tuple[int, int] | None) -> Pages:
         self._head.driver.check_thread()
@@ -810,12 +823,6 @@ _NOT_AWAITED = (
     "the engine computes, await loaded(), or layer(i) or wait_layer(stream, i) up to the last layer, or name the lease "
     "in send_batch"
 )
-
-
-def _as_pair(checkpoint: object) -> tuple[int, int]:
-    if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-        raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
-    return integer("checkpoint: position", checkpoint[0]), integer("checkpoint: slot", checkpoint[1])
 
 
 def _place(code: CodeType, at: int) -> str:

@@ -1,10 +1,12 @@
 """Counters of the tokens that requests found, and of the reasons why they did not find the rest. Plain integers,
 counted once for every lease that is granted.
 
-Wanted are the whole pages of a prompt without its last token. Wanted tokens that are cached count for the tier that had
-them when the request arrived. All others count for a reason. Tokens up to which FULL reaches, but not the match, count
-for what cut the match short. Tokens behind the end of the tree count for what became of the first page there. If a
-prefetch might have brought that page, and it is known why it did not, they count for that reason instead.
+A request *wants* the whole pages of its prompt, without the last token. Wanted tokens that are cached count for the
+tier that had them when the request arrived. Each of the others counts for one reason:
+
+* If FULL goes on but the match does not, what cut the match short.
+* Behind the end of the tree, what became of the first page there.
+* If a prefetch might have brought that page, and it is known why it did not, that reason instead.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import Gone, walk
 from asynccache.runtime.distinct import DistinctPages
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
-from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore, LeaseRequest
@@ -53,18 +55,21 @@ _SHORT = {
 
 
 class LookupStats(NamedTuple):
-    """Counters of leases that were granted. ``requests``: how many. ``tokens``: how many they wanted. ``hits``: tokens
-    that they found, by tier. ``misses``: tokens that they did not find, by reason. ``missed_requests``: how many leases
-    missed any tokens for that reason. ``new_tokens``: tokens of different pages that were nowhere on the way to the
-    device when they were asked for, an estimate (see ``DistinctPages``): of those every cache, however large, misses
-    the first time."""
+    """Counters of leases that were granted."""
 
     requests: int
+    """How many leases were granted."""
     tokens: int
+    """How many tokens the leases wanted."""
     hits: Mapping[str, int]
+    """Tokens that were found, by tier."""
     misses: Mapping[str, int]
+    """Tokens that were not found, by reason."""
     missed_requests: Mapping[str, int]
+    """How many leases missed any tokens, by reason."""
     new_tokens: int
+    """Tokens of different pages that were nowhere on the way to the device when they were asked for, an estimate (see
+    ``DistinctPages``). Every cache, however large, misses those the first time."""
 
     @property
     def hit_ratio(self) -> float:

@@ -1,36 +1,38 @@
 """A prefetch: what one request wants of storage, from the question to the commit on the host.
 
 The way of a page: ``Prefetches.begin`` makes a task, which looks what the tree lacks (``Prefetches._work``). A
-``Fetch`` brings that, for this prefetch and for those that want the same pages: ``Fetch.run`` asks the stores, has the
-core open an operation, reads FULL, its sidecars and the auxiliary components, and puts its completion into the queue
-in which acks travel (``Driver.acks``). Whoever takes the tree lock next makes the commit (``Fetch._commit``).
+``Fetch`` brings that, for this prefetch and for those that want the same pages. ``Fetch.run`` asks the stores, has the
+core open an operation, reads FULL, its sidecars and the auxiliary components, and puts its completion into the queue in
+which acks travel (``Driver.acks``). Whoever takes the tree lock next makes the commit (``Fetch._commit``). If another
+operation must end before that (a backup of the same pages), the driver queues the commit again.
 
-Laws:
-* A prefetch asks before it takes. While its fetch asks the stores which pages they have, it has no page, pin or
-  operation. A request of which the stores have nothing never waits for the fetches of others.
-* Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use. That lease
-  leaves at least one token to be computed, so the window or state of a later end would be of no use. Pages of FULL are
-  of use whatever the end is.
-* Which pages the stores have is asked once and noted (``Fetch._present``). Only pages that the tree has lost since
-  then, and that were not asked for, are asked for when the fetch has begun. Whenever the end has to move (there is no
-  room on the host, a page failed, or the fetch is to stop), it becomes the longest shorter end at which every pool has
-  what it needs.
-* A fetch that the core refuses for want of room waits in the prefetches' line, first come, first served, and claims
-  nothing while it waits. When it is the first in line, it waits for room on the host, and for others' fetches to leave
-  some of the quota, for ``PATIENCE`` seconds. Then it takes what it can get: the room may be held by claims of requests
-  that wait for leases themselves, and the quota by a fetch whose store hangs.
-* A prefetch has a *wish*: to run, to stop, or to be cancelled. Its fetch looks at the wish between two I/Os and acts on
-  it then, so no buffer is given back while I/O still owns it.
-* A prefetch that is told to stop, or is cancelled, ends within ``GRACE`` seconds, or at once if the stores refuse calls
-  by now. If the store has not answered by then, the prefetch ends without its fetch, which is left to the other
-  prefetches that share it, or is released when the store has let go.
-* Prefetches of the same pages share one fetch. Any of them may stop the fetch: what it has read is committed, and the
-  others fetch the rest. The fetch is cancelled when the last prefetch that shares it is.
-* A prefetch that has ended without being cancelled has a *claim*: the pages of its prompt that the host has stay there.
-  A claim ends when the lease that was given the handle is granted, when the handle is cancelled, when nobody refers to
-  the handle any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
-  earlier, for want of room.
-* Where another operation must end before a commit (a backup of the same pages), the driver queues the commit again.
+**Asking.** A prefetch asks before it takes: while the stores are asked which pages they have, it has no page, pin or
+operation. So a request of which the stores have nothing never waits for the fetches of others. The answers are noted
+(``Fetch._present``). Once the fetch has begun, only pages are asked for that the tree has lost since then and that were
+not asked for before.
+
+**How far.** Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use.
+That lease leaves at least one token to be computed, so the window or state of a later end would be of no use; pages of
+FULL are of use whatever the end is. When the end has to move (there is no room on the host, a page failed, or the fetch
+is to stop), it becomes the longest shorter end at which every pool has what it needs.
+
+**Room.** A fetch that the core refuses for want of room waits in the prefetches' line, first come, first served, and
+claims nothing meanwhile. The first in line waits for room on the host, and for others' fetches to leave some of the
+quota, for ``PATIENCE`` seconds. Then it takes what it can get: the room may be held by claims of requests that wait for
+leases themselves, and the quota by a fetch whose store hangs.
+
+**Stopping.** A prefetch has a *wish*: to run, to stop, or to be cancelled. Its fetch acts on the wish between two I/Os,
+so no buffer is given back while I/O still owns it. After a stop or a cancellation the prefetch ends within ``GRACE``
+seconds, or at once if the stores refuse calls by now. If the store has not answered by then, the prefetch ends without
+its fetch, which is left to the others that share it, or is released when the store has let go.
+
+**Sharing.** Prefetches of the same pages share one fetch. Any of them may stop it: what it has read is committed, and
+the others fetch the rest. It is cancelled when the last prefetch that shares it is.
+
+**Claims.** A prefetch that has ended without being cancelled has a *claim*: the pages of its prompt that the host has
+stay there. The claim ends when the lease that was given the handle is granted, when the handle is cancelled or nobody
+refers to it any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
+earlier, for want of room.
 """
 
 from __future__ import annotations
@@ -46,13 +48,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache import checks
 from asynccache.core.cache import EVERYTHING, Begin, PrefetchBegun, PrefetchShape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.plan import SLOT_BYTES, More, Status, Wait
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.core.tree import common_pages
 from asynccache.errors import ConfigError
 from asynccache.runtime.core_calls import drive, holding, woken
 from asynccache.runtime.save import StoreCall
-from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
+from asynccache.runtime.tokens import Chain
 from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.stages import StageMeter
@@ -93,12 +96,13 @@ class PrefetchStatus(Enum):
 
 
 class PrefetchResult(NamedTuple):
-    """The result of a prefetch. ``tokens``: how many tokens storage added to what host and device held when the
-    prefetch was asked for. ``reason``: why it was skipped, stopped or cancelled; may be empty."""
+    """The result of a prefetch."""
 
     status: PrefetchStatus
     tokens: int
+    """How many tokens storage added to what host and device held when the prefetch was asked for."""
     reason: str = ""
+    """Why the prefetch was skipped, stopped or cancelled; may be empty."""
 
 
 class Wish(IntEnum):
@@ -132,12 +136,6 @@ class CachedOnArrival(NamedTuple):
 class Prefetch:
     """One request's prefetch, as the rest of the runtime knows it. ``await`` it for its result.
 
-    ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
-    number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
-    of the fetches for it that were committed. ``began``: when its task began, by ``time.perf_counter``. ``asleep``:
-    what its task awaits while it shares the fetch of another. ``fetch``: the fetch that serves it now. ``spent``: True
-    once a lease with it was granted, or its holder has cancelled it.
-
     The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
     claim is dropped.
     """
@@ -148,16 +146,24 @@ class Prefetch:
         self.key = key
         self.chain = Chain(space, prefetches.page_size)
         self.arrival = arrival
+        """What was cached when the prefetch was asked for."""
         self.started = prefetches.loop.time()
+        """When the prefetch was asked for, in the loop's time."""
         self.ticket = prefetches.driver.prefetch_line.ticket()
+        """The prefetch's number, also in the prefetches' line."""
         self.wish = Wish.RUN
         self.cut = Cut.NOTHING
         self.reached = 0
+        """The end, in tokens, of the fetches for this prefetch that were committed."""
         self.began = 0.0
+        """When the prefetch's task began, by ``time.perf_counter``."""
         self.result: PrefetchResult | None = None
         self.asleep: asyncio.Future[Any] | None = None
+        """What the task awaits while the prefetch shares the fetch of another."""
         self.fetch: Fetch | None = None
+        """The fetch that serves this prefetch now."""
         self.spent = False
+        """True once a lease was granted with this prefetch, or its holder has cancelled it."""
         self._granted = False
         self._elsewhere = 0
         self._leases = 0
@@ -378,7 +384,7 @@ class Prefetches:
         there is no storage or none that can be asked now."""
         if len(self.pools.components) > 1:
             key = usable_by_a_lease(key, self.page_size)
-        match = self.driver.unlocked(self.driver.core.match, space, key)
+        match = self.driver.call_unlocked(self.driver.core.match, space, key)
         prefetch = Prefetch(self, space, key, CachedOnArrival(match.device, match.host))
         whole = len(key) // TOKEN_BYTES // self.page_size * self.page_size
         if not self.worker.has_stores:
@@ -445,7 +451,7 @@ class Prefetches:
         if (timer := self.claims.get(ticket)) is not None:
             timer.cancel()
         if not self.driver.broken:
-            self.driver.unlocked(self.driver.core.confirm_claim, ticket, leases > 0)
+            self.driver.call_unlocked(self.driver.core.confirm_claim, ticket, leases > 0)
         self.claims[ticket] = None if leases else self.loop.call_later(HELD_FOR, self.drop_claim, ticket)
 
     def drop_claim(self, ticket: int) -> None:
@@ -505,7 +511,7 @@ class Prefetches:
     async def _work(self, prefetch: Prefetch) -> tuple[PrefetchStatus, str]:
         """Run fetches, or share those of others, until the prefetch has its pages or a new wish."""
         while prefetch.wish is Wish.RUN:
-            shape = self.driver.unlocked(self.driver.core.prefetch_look, prefetch.space, prefetch.key)
+            shape = self.driver.call_unlocked(self.driver.core.prefetch_look, prefetch.space, prefetch.key)
             if isinstance(shape, Skip):
                 return (PrefetchStatus.COMPLETE, "") if prefetch.tokens() else (PrefetchStatus.SKIPPED, shape.reason)
             alike = (one for one in self._fetches if one.space == prefetch.space and one.brings(prefetch.key, shape))
@@ -551,24 +557,25 @@ class Prefetches:
 
 
 class Fetch:
-    """One fetch, for the prefetch that began it and for those that share it: from the first question to its end.
-
-    ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
-    storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
-    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was released. ``skipped``: why it
-    did not begin although storage had something; may be empty. ``over``: True once it was committed or released, or did
-    not begin.
-    """
+    """One fetch, for the prefetch that began it and for those that share it: from the first question to its end."""
 
     def __init__(self, prefetches: Prefetches, first: Prefetch, shape: PrefetchShape) -> None:
         self.op = 0
+        """The fetch's operation; 0 before it has begun."""
         self.shape = shape
+        """Which pages the fetch is to bring; once it has begun, those that storage has."""
         self.sharers: dict[Prefetch, None] = {}
+        """The prefetches that this fetch serves."""
         self.wish = Wish.RUN
+        """The wishes of all sharers, taken together."""
         self.cut = Cut.NOTHING
+        """Why the fetch got less than storage had."""
         self.end = 0
+        """How far the fetch was committed, in tokens; 0 before, or if it was released."""
         self.skipped = ""
+        """Why the fetch did not begin although storage had something; may be empty."""
         self.over = False
+        """True once the fetch was committed or released, or did not begin."""
         self.space = first.space
         self._first = first  # the prefetch whose task runs it
         self._key = first.key
@@ -773,7 +780,7 @@ class Fetch:
                     if self.wish is not Wish.RUN:  # told while it waited for the lock
                         return False
                     now = Begin.LATER if line.must_wait(ticket) else begin
-                    answer = driver.locked(driver.core.prefetch_open, self.space, key, now)
+                    answer = driver.call_locked(driver.core.prefetch_open, self.space, key, now)
                     if isinstance(answer, Skip):
                         self.skipped = answer.reason
                         return False
@@ -797,7 +804,12 @@ class Fetch:
                     if saved > MOST_SAVES:
                         self.skipped = "the anchor does not stay on the host"
                         return False
-                    await self._ended(answer.ops)
+                    waiter = self._driver.ops.watch(answer.ops)
+                    if waiter is not None:
+                        try:
+                            await self._sleep(waiter)
+                        finally:
+                            self._driver.ops.unwatch(answer.ops, waiter)
                 else:
                     if line.is_first(place) and until is None:
                         until = asyncio.get_running_loop().time() + PATIENCE
@@ -807,15 +819,6 @@ class Fetch:
         finally:
             if place is not None:
                 line.leave(place)
-
-    async def _ended(self, ops: tuple[int, ...]) -> None:
-        """Return when one of ``ops`` has ended or the fetch was told to end."""
-        waiter = self._driver.ops.watch(ops)
-        if waiter is not None:
-            try:
-                await self._sleep(waiter)
-            finally:
-                self._driver.ops.unwatch(ops, waiter)
 
     async def _woken(self, place: LinePlace, until: float | None) -> bool:
         """Return True when ``place`` was woken or the fetch was told to end; False if ``until`` came first."""
@@ -922,7 +925,7 @@ class Fetch:
             return ()
         hashes = self._hashes_of(range(self._pages_of(self.shape.anchor), self._pages_of(end)))
         holders = [sharer.ticket for sharer in self.sharers]
-        answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
+        answer = self._driver.call_locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
         if isinstance(answer, Wait):
             self._driver.perform(answer.plan)
             return answer.ops

@@ -10,7 +10,7 @@ sanitizer, in the head, tells them which pages, and has them look:
   all NaN; and the pages that it found must be as they were;
 * when a free page is taken, and when the cache is closed: nobody may have written it.
 
-Laws:
+What always holds:
 * A program that is right is never accused. Where a batch of the engine may still use a page, nobody fills it and
   nobody judges it. A commit ``after`` an event is judged when its batches are over; what is wrong is logged then, and
   raised by the next call that looks, or at the end of the cache's ``async with``.
@@ -62,22 +62,25 @@ _Page = tuple[int, bytes]  # a component and a prefix hash
 
 
 class _Watched:
-    """What is known of one lease. ``taken``: where it was taken. ``own``: its pages, by component. ``replaced``: a
-    commit has replaced some of them. ``task``: the one that made the last commit."""
+    """One lease, as far as it is known here."""
 
     __slots__ = ("own", "replaced", "taken", "task")
 
     def __init__(self, taken: Taken) -> None:
         self.taken = taken
+        """Where the lease was taken."""
         self.own: dict[int, set[int]] = {}
+        """The lease's own pages, by component."""
         self.replaced = False
+        """True once a commit has replaced some of the lease's pages."""
         self.task: weakref.ref[asyncio.Task[Any]] | None = None
+        """The task that made the last commit."""
 
 
 class _Owner:
     """The last lease that had a page of its own, and how it went on: ``held``, ``given`` back by ``advance`` or
-    ``truncate``, ``committed``, ``replaced`` by another's page in a commit, or the lease ``ended``. ``before``: the
-    owner before it."""
+    ``truncate``, ``committed``, ``replaced`` by another's page in a commit, or the lease ``ended``.
+    """
 
     __slots__ = ("before", "how", "lease")
 
@@ -85,6 +88,7 @@ class _Owner:
         self.lease = lease
         self.how = "held"
         self.before = before
+        """The page's owner before this one."""
         if before is not None:
             before.before = None
 
@@ -94,15 +98,16 @@ class _Owner:
 
 
 class Commit(NamedTuple):
-    """A commit that was looked at and is to be made. ``slots``: the lease's own pages that it publishes, by component
-    and page number. ``checkpoint``: the slot and the page number of a state. ``sums``: checksums by component and page
-    number; None: batches may still compute them. ``hashes``: of all whole pages of the key."""
+    """A commit that was looked at and is to be made. ``checkpoint``: the slot and the page number of a state."""
 
     space: bytes
     key: bytes
     hashes: bytes
+    """The hashes of all whole pages of the key."""
     slots: dict[int, dict[int, int]]
+    """The lease's own pages that it publishes, by component and page number."""
     sums: dict[tuple[int, int], bytes] | None
+    """Checksums by component and page number; None: batches may still compute them."""
     taken: Taken
 
 
@@ -199,7 +204,8 @@ class Sanitizer:
         before, so that the engine has not gone on from a state yet; ``waited``: they had not arrived when this was
         asked for, so that the lease's own pages must be as it got them. Raises as ``entered``."""
         if first and waited and core.length == core.cached:
-            asks = self._fresh_pages(core)
+            own = {kind: slots for kind, slots in self._own(core).items() if kind != ComponentKind.MAMBA and slots}
+            asks = [PageQuestion(kind, np.array(slots, np.int32).tobytes()) for kind, slots in own.items()]
             for ask, seen in zip(asks, (await self._inspect(asks)).pages, strict=True):
                 per = len(seen.tokens) * SLOT_BYTES // len(ask.slots)
                 for i, bits in enumerate(seen.tokens):
@@ -210,10 +216,6 @@ class Sanitizer:
                             f"them is wrong: await loaded(), or layer by layer, before the engine computes "
                             f"({self._who(core)})"))
         await self._look_at_found(core, space, key, states=first)
-
-    def _fresh_pages(self, core: CoreLease) -> list[PageQuestion]:
-        own = {kind: slots for kind, slots in self._own(core).items() if kind != ComponentKind.MAMBA and slots}
-        return [PageQuestion(kind, np.array(slots, np.int32).tobytes()) for kind, slots in own.items()]
 
     def diverged(self, core: CoreLease) -> None:
         """A commit was refused because it does not go on from what the lease holds. Raises ``WrongPages`` if another

@@ -4,24 +4,25 @@ The way of a page from a commit to the disk: the plan of ``lease.commit`` has a 
 hands to the worker's stage. When its ack is applied, the core decides a ``BackupStorage``; ``Driver.perform`` queues it
 here (``Backups.put``), and one of the tasks that run ``Backups.run`` has the worker store it.
 
-Laws:
-* No request waits for a store to write. Whatever waits for storage is pinned on the host, so its amount is bounded for
-  each component (``limits``). Above the bound the backup that has waited longest is dropped. The last one that waits is
-  never dropped, or no backup would ever be made where one alone is larger than the bound.
-* At most half of the bound is in flight, or a single operation. The other half is for backups that may still be
-  dropped.
-* Several batches are in flight at a time. An operation is DONE only if every page of it is stored.
-* Whatever storage is asked to do, it is late when it takes longer than ``PATIENCE`` seconds (``Lateness``): to write,
-  to read, to answer a question, to clear itself. Then the core is told, and from then on no request waits for host
-  pages that storage has pinned or that a fetch has taken.
-* A batch that takes longer than ``TOO_LATE`` seconds, while others wait and the bound is exceeded, gives up the pages
-  that it has not written, between two calls of a store.
-* While storage is being cleared no backup begins: all wait until the last clearing is over. A page that is published
-  after the tree was forgotten is written after the store was cleared. Written before, it would be cleared with the
-  rest, and its node would still say that it is stored.
-* A backup that waits when the tree is forgotten is never written: the keys stay the same, so its page would be found
-  again. The core starts no more backups of a namespace that is dead.
-* What goes over the whole tree (``drain``, ``unsaved``) goes in slices, and holds the tree lock for one at a time.
+**No request waits for a store to write.** Whatever waits for storage is pinned on the host, so its amount is bounded
+for each component (``limits``). Above the bound the backup that has waited longest is dropped; but never the last one,
+or no backup would ever be made where one alone is larger than the bound. At most half of the bound is in flight, or a
+single operation, so that the other half may still be dropped.
+
+**Late stores.** Whatever storage is asked to do (write, read, answer a question, clear itself), it is late when it
+takes longer than ``PATIENCE`` seconds (``Lateness``). The core is told, and from then on no request waits for host
+pages that storage has pinned or that a fetch has taken. A batch that takes longer than ``TOO_LATE`` seconds, while
+others wait and the bound is exceeded, gives up the pages that it has not written, between two calls of a store.
+
+**Batches.** Several are in flight at a time. An operation is DONE only if every page of it is stored.
+
+**Forgetting.** While storage is being cleared no backup begins: all wait until the last clearing is over. So a page
+that is published after the tree was forgotten is written after the store was cleared; written before, it would be
+cleared with the rest, and its node would still say that it is stored. A backup that waits when the tree is forgotten is
+never written: the keys stay the same, so its page would be found again. The core starts no more backups of a namespace
+that is dead.
+
+What goes over the whole tree (``drain``, ``unsaved``) goes in slices, and holds the tree lock for one at a time.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ class StoreCall(Enum):
 
 
 class Lateness:
-    """Whether storage is late. One kind of call makes it late when a call has taken ``PATIENCE`` seconds, by the loop's
-    clock, until a call of this kind ends in time while none that is late is still under way. The kinds are told apart
-    because a store may be quick to answer and slow to write.
+    """Whether storage is late.
 
-    Reads also make it late no longer once none is under way: then no fetch has pages that anybody could wait for, and
-    there may be no further read to show that storage is in time. Where pages wait to be written, a further write comes.
+    A call makes storage late when it has taken ``PATIENCE`` seconds, by the loop's clock. Reads and writes are told
+    apart, because a store may be quick to answer and slow to write. Storage is late no more when a call of the same
+    kind ends in time and none that is late is still under way. Reads are forgiven once none is under way: then no fetch
+    has pages that anybody could wait for, and there may be no further read to prove the store well. Writes are not,
+    because where pages wait to be written a further write comes.
 
     ``tell``: called with True when storage is late from now on, and with False when it is late no more.
     """
@@ -117,10 +119,11 @@ class Lateness:
 
 
 class QueuedBackup(NamedTuple):
-    """A queued backup. ``at``: when it was queued, by ``time.perf_counter``: uvloop's own clock counts milliseconds."""
+    """A queued backup."""
 
     effect: BackupStorage
     at: float
+    """When it was queued, by ``time.perf_counter``: uvloop's own clock counts milliseconds."""
 
     def sizes(self) -> dict[int, int]:
         """Return how many host slots it holds, by component."""
@@ -130,14 +133,13 @@ class QueuedBackup(NamedTuple):
 class Backups:
     """The backups to storage that wait for the worker or are in its hands. ``TASKS`` tasks run ``run``, and each has
     one batch in flight. A backup holds its host slots from when it is queued until its outcome is posted, exactly once.
-
-    ``limits``: how many slots backups may hold, by component. ``dropped``: how many operations were dropped, for want
-    of room, before they began.
     """
 
     def __init__(self, worker: LocalWorker, driver: Driver, limits: Mapping[int, int], span: StartSpan) -> None:
         self.limits = limits
+        """How many slots backups may hold, by component."""
         self.dropped = 0
+        """How many operations were dropped, for want of room, before they began."""
         self.meter = StageMeter()
         self.lateness = Lateness(driver.note_late_storage)
         self._worker = worker
@@ -304,6 +306,5 @@ async def drain(driver: Driver) -> Unsaved:
 
 
 async def unsaved(driver: Driver) -> Unsaved:
-    """Return how many pages a close would lose now, if it saved nothing. Works on a closed cache, too. Cancelling it
-    changes nothing."""
+    """Return how many pages a close would lose now, if it saved nothing. Works on a closed cache, too."""
     return await in_turns(driver, lambda: driver.core.survey().unsaved, reads=True)

@@ -1,6 +1,6 @@
 """Stores come and go while requests are in flight.
 
-Laws:
+What always holds:
 * A store is opened, told of the host's memory, and asked for all of its keys if they are announced, before the tree
   lock is taken. One core call makes it usable.
 * One core call ends its use, and with that call the tree forgets which pages are stored. Reads and writes that are
@@ -67,7 +67,6 @@ class StoreAttachments:
     async def attach(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, backfill: bool
     ) -> str:
-        """See ``AsyncCache.attach_storage``."""
         self._check_host()
         driver, worker, announcer = self._driver, self._worker, self._announcer
         opened = await worker.open_store(storage, options, position)
@@ -78,7 +77,7 @@ class StoreAttachments:
             async with holding(driver.lock):
                 driver.apply_outcomes()
                 worker.use_store(opened.number, position)
-                driver.perform(driver.locked(driver.core.attach_storage, self._access()))
+                driver.perform(driver.call_locked(driver.core.attach_storage, self._access()))
                 stores = backfill and opened.options.write
                 if stores or announcer is not None:
                     walk = driver.core.backfill(store=stores)
@@ -115,7 +114,7 @@ class StoreAttachments:
         return any(entry.number == store for entry in self._worker.stores)
 
     async def detach(self, name: str | None, timeout: float) -> Unsaved:
-        """See ``AsyncCache.detach_storage``. ``timeout``: seconds that saving may take; 0: nothing is saved."""
+        """``AsyncCache.detach_storage``. ``timeout``: seconds that saving may take; 0: nothing is saved."""
         self._check_host()
         store = self._worker.find_store(name)
         if timeout and store.options.write:
@@ -132,7 +131,7 @@ class StoreAttachments:
             if self._announcer is not None:
                 self._announcer.end(store.number)
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
-            driver.perform(driver.locked(driver.core.detach_storage, self._access()))
+            driver.perform(driver.call_locked(driver.core.detach_storage, self._access()))
         if closing is not None:
             _, late = await asyncio.wait([closing], timeout=patience)
             if late:

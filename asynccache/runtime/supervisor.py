@@ -1,9 +1,11 @@
 """The supervisor, which owns all other tasks of a cache: a ``TaskGroup`` inside a task of the cache's own.
 
-Law: when a task of the group dies, its error ends the group, everybody who waits is told, and no task of the user is
-cancelled. The same happens when the supervisor's own task or one of the group is cancelled from outside, since its work
-would never be done. A ``TaskGroup`` that was opened in ``AsyncCache.__aenter__`` would belong to the user's task
-instead: it would cancel the body that runs there, and other tasks of the user would hang.
+When a task of the group dies, its error ends the group, everybody who waits is told, and no task of the user is
+cancelled. The same happens when the supervisor's own task, or one of the group, is cancelled from outside: its work
+would never be done.
+
+Why not simply a ``TaskGroup`` in ``AsyncCache.__aenter__``? It would belong to the user's task: it would cancel the
+body that runs there, and the user's other tasks would hang.
 """
 
 from __future__ import annotations

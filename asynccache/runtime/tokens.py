@@ -3,21 +3,17 @@
 Buffers of int32 are taken as they are (one memcpy, none for ``bytes``); a list is converted once. Behind this module
 every sequence of tokens is a key.
 
-The prefix hash chain is H(i) = sha256(H(i-1) || page bytes). H(-1) is the digest of a namespace since its last
-invalidation. The core never hashes; this module does, in slices short enough for the loop. Small pages are hashed on
-the loop, because sha256 of less than 2 KiB keeps the GIL, and a thread would not help. Larger pages are hashed in a
-thread.
+``asynccache.hashes`` has the chain of page hashes. The core never hashes; this module does, in slices short enough for
+the loop. Small pages are hashed on the loop, because sha256 of less than 2 KiB keeps the GIL, and a thread would not
+help. Larger pages are hashed in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +22,13 @@ import numpy.typing as npt
 from asynccache import checks
 from asynccache.checks import INT32_MAX, shown
 from asynccache.config import CacheConfig
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.errors import ConfigError
+from asynccache.hashes import extend_chain, namespace_digest
 
 if TYPE_CHECKING:
     from asynccache.runtime.announcer import Announcer
 
-TOKEN_BYTES = 4
 SIGN_BYTE = TOKEN_BYTES - 1
 """The offset of a token's highest byte. The token is negative if that byte is not ASCII, that is 128 or more."""
 INT32 = np.dtype("<i4")
@@ -48,13 +45,19 @@ def as_key(tokens: Tokens) -> bytes:
             not hold integers, or does not have one dimension.
     """
     if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1:  # what engines hold
-        return _as_it_is(tokens)
+        key = tokens.tobytes()
+        if key and tokens.item(tokens.argmin()) < 0:  # a third of the time that it takes to slice the key
+            raise _negative(key)
+        return key
     if isinstance(tokens, np.ndarray):
         key = _of_array(tokens)
     elif type(tokens) is bytes:
         key = tokens
     elif isinstance(tokens, (list, tuple)):
-        key = _of_list(tokens)
+        try:
+            key = array("i", tokens).tobytes()
+        except Exception:  # an object that claims to be an integer may raise anything
+            raise ConfigError(_first_bad(tokens)) from None
     elif isinstance(tokens, (bytes, bytearray, memoryview, array)):
         key = _of_buffer(tokens)
     else:
@@ -66,26 +69,10 @@ def as_key(tokens: Tokens) -> bytes:
     return key
 
 
-def _as_it_is(tokens: npt.NDArray[np.int32]) -> bytes:
-    """Return the key of an array that is int32 already. ``argmin`` finds a negative token in a third of the time that
-    it takes to slice the key."""
-    key = tokens.tobytes()
-    if key and tokens.item(tokens.argmin()) < 0:
-        raise _negative(key)
-    return key
-
-
 def _negative(key: bytes) -> ConfigError:
     values = np.frombuffer(key, np.int32)
     position = int((values < 0).argmax())
     return ConfigError(f"tokens[{position}]={values[position]} is negative")
-
-
-def _of_list(tokens: Sequence[int]) -> bytes:
-    try:
-        return array("i", tokens).tobytes()
-    except Exception:  # an object that claims to be an integer may raise anything
-        raise ConfigError(_first_bad(tokens)) from None
 
 
 def _first_bad(tokens: Sequence[int]) -> str:
@@ -143,8 +130,6 @@ def _to_int32(tokens: npt.NDArray[np.generic]) -> npt.NDArray[np.int32]:
     return tokens.astype("<i4")
 
 
-HASH_BYTES = 32
-SCHEMA = b"asynccache-prefix-1"
 SLICE_BYTES = 12 << 10
 """Bytes that are hashed in one turn of the loop: less than 100 us for pages of any size below ``THREAD_PAGE_BYTES``. A
 thread hashes 64 times as many in one call."""
@@ -152,36 +137,6 @@ PER_PAGE_BYTES = 192
 """Bytes that each page counts in a slice beyond its own: the fixed cost of a hash."""
 THREAD_PAGE_BYTES = 2048
 """Pages of this size in bytes, and larger ones, are hashed in a thread."""
-
-
-@lru_cache(maxsize=4096, typed=True)
-def namespace_digest(model: str, page_size: int, namespace: str | bytes | None = None, epoch: int = 0) -> bytes:
-    """Return H(-1) of a namespace: the digest of ``model``, ``page_size``, ``namespace`` and ``epoch``. ``epoch``: how
-    often the namespace was invalidated.
-
-    Raises:
-        ConfigError: ``namespace`` is neither text nor bytes nor None, or is text that has no UTF-8.
-    """
-    extra, name = _tagged(namespace), model.encode()
-    fields = struct.pack("<III", page_size, len(name), len(extra))
-    return sha256(SCHEMA + fields + name + extra + (struct.pack("<Q", epoch) if epoch else b"")).digest()
-
-
-def _tagged(namespace: str | bytes | None) -> bytes:
-    """Return ``namespace`` as bytes, different for any two keys."""
-    if checks.namespace("namespace", namespace) is None:
-        return b"-"
-    return b"b" + namespace if isinstance(namespace, bytes) else b"s" + str(namespace).encode()
-
-
-def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
-    """Return the hashes, joined, of the whole pages in ``key[start:stop]``. ``parent``: the hash of the page before
-    them."""
-    hashes = []
-    for offset in range(start, stop, page_bytes):
-        parent = sha256(parent + key[offset : offset + page_bytes]).digest()
-        hashes.append(parent)
-    return b"".join(hashes)
 
 
 class Chain:
@@ -242,12 +197,12 @@ class Chain:
 
 
 class Namespaces:
-    """The namespaces of one cache. Mutable state: how often each was invalidated, and when. ``changes``: how many
-    invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as it was before
-    need not ask ``valid``."""
+    """The namespaces of one cache. Mutable state: how often each was invalidated, and when."""
 
     def __init__(self, config: CacheConfig, names: Announcer | None) -> None:
         self.changes = 0
+        """How many invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as
+        it was before need not ask ``valid``."""
         self._reset_at = 0
         self._outdated_at: dict[str | bytes | None, int] = {}
         self._config = config

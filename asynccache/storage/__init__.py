@@ -18,6 +18,8 @@ from asynccache.storage.contract import (
     Collectable,
     Collected,
     Counting,
+    Hint,
+    Hintable,
     Layered,
     Listable,
     PageKey,
@@ -28,6 +30,7 @@ from asynccache.storage.contract import (
     Stored,
     StoreLayout,
 )
+from asynccache.storage.hints import RequestHints, read_hints
 from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.url import HostPort, ParsedUrl, StoreOptions, parse_host_port, parse_url, take_options
 from asynccache.storage.weights import weights_digest
@@ -35,9 +38,10 @@ from asynccache.storage.wrapper import Tell, Watchable
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "MOST_SIZE", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",
-    "CheckedStore", "Closed", "Collectable", "Collected", "Counting", "HostPort", "Layered", "Listable", "OpenCalls",
-    "PageKey", "Pages", "ParsedUrl", "Part", "Permit", "Probeable", "Record", "Result", "Scrubbable", "Scrubbed",
-    "StorageBackend", "Size", "StoreLayout", "StoreOptions", "Stored", "Tell", "ThreadPool", "Verify", "Watchable",
-    "backend_class", "check_store", "check_stores", "completed", "completed_in_thread", "open_store", "parse_host_port",
-    "parse_size", "parse_url", "settled", "take_options", "weights_digest",
+    "CheckedStore", "Closed", "Collectable", "Collected", "Counting", "Hint", "Hintable", "HostPort", "Layered",
+    "Listable", "OpenCalls", "PageKey", "Pages", "ParsedUrl", "Part", "Permit", "Probeable", "Record", "RequestHints",
+    "Result", "Scrubbable", "Scrubbed", "Size", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell",
+    "ThreadPool", "Verify", "Watchable", "backend_class", "check_store", "check_stores", "completed",
+    "completed_in_thread", "open_store", "parse_host_port", "parse_size", "parse_url", "read_hints", "settled",
+    "take_options", "weights_digest",
 ]

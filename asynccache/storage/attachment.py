@@ -1,7 +1,7 @@
 """Opening and attaching stores: those that a URL names, and those that the caller made. Backends are plug-ins, found by
 entry points of the group ``asynccache.backends``. A backend or a store that the caller made is not closed here.
 
-Laws: a function that opens a store and cannot attach it closes it again. All URLs are checked before the first of them
+A function that opens a store and cannot attach it closes it again. All URLs are checked before the first of them
 is opened, so a wrong one leaves nothing behind.
 """
 

@@ -1,14 +1,16 @@
 """The guard before a backend: it decides whether a call is made, how many run at a time, and how long each may take.
 
-Laws for calls with keys: a call first asks the breaker, then waits for its place, then has ``timeout`` seconds. If the
-backend raises any error, all keys are FAILED and nothing is raised. When a call has taken ``slow`` seconds, the breaker
-is told at once that it failed, however it ends later. So a store that hangs is left alone before its deadline.
-
-Calls without keys (``clear``, ``flush``, ``scrub``) are made whatever the breaker says, and raise their errors.
+A call with keys first asks the breaker, then waits for its place, then has ``timeout`` seconds. If the backend raises
+any error, all keys are FAILED and nothing is raised. A call that has taken ``slow`` seconds counts as failed for the
+breaker, however it ends later. So a store that hangs is left alone before its deadline. Calls without keys (``clear``,
+``flush``, ``scrub``) are made whatever the breaker says, and raise their errors.
 
 A call with buffers of its caller ends only when the backend has let go of them, however long that takes. Deletions and
-calls without keys use no such buffers. They end after twice ``timeout`` seconds (for a place, and for the answer), also
+calls without keys use no such buffers. They end after twice ``timeout`` seconds (for a place, and for the answer), even
 if the backend ignores that it is cancelled.
+
+Reads and writes have places of their own, as many of each, and wait for one first come, first served. So a request's
+read finds a place however slow the writes are, and writes go on however much is read.
 
 The breaker says when to stop calling a backend that fails, and when to try it again. It is a pure state machine:
 callers pass the time in.
@@ -19,25 +21,22 @@ callers pass the time in.
     HALF_OPEN  --probe fails-->                    OPEN       the back-off doubles, up to its limit
     HALF_OPEN  --probe abandoned-->                OPEN       the next call may probe at once
 
-Calls are of several *kinds* (a read, a write, a question). Failures are counted by kind, and a success sets only the
-count of its own kind back to zero: a store that still answers questions and serves no pages is found out. The breaker
-opens when the counts of all kinds together reach the threshold.
+Calls are of several *kinds* (a read, a write, a question). Failures are counted by kind, and a success clears only the
+count of its own kind: a store that still answers questions and serves no pages is found out. The breaker opens when the
+counts of all kinds together reach the threshold.
 
 After a successful probe the breaker is on probation for the kind whose failure had opened it. The next failure of that
 kind opens it again, with the back-off doubled. The next success of that kind ends the probation, and the back-off is
 short again.
 
-Every change of state begins a new *period*. A permit is the number of the period in which it was given. The outcome
-of a call with a permit of an earlier period tells how the backend was then, not how it is now, so it changes nothing.
+Every change of state begins a new *period*, and a permit is the number of the period in which it was given. The outcome
+of a call from an earlier period tells how the backend was then, so it changes nothing.
 
-A caller's call is never the breaker's probe. The first call with keys after a back-off is refused like those before
-it, and begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has
-``slow`` seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody
-calls there are no probes. A call without keys begins none: it may take ``timeout`` seconds, and may succeed without
-asking the store anything.
-
-Reads and writes have places of their own, as many of each, and wait for one first come, first served. So a request's
-read finds a place however slow the writes are, and writes go on however much is read.
+A caller's call is never the probe. The first call with keys after a back-off is refused like those before it, and
+begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has ``slow``
+seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody calls there
+are no probes. A call without keys begins none: it may take ``timeout`` seconds, and may succeed without asking the
+store anything.
 """
 
 from __future__ import annotations

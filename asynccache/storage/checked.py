@@ -18,9 +18,9 @@ A record is a 64-byte header and the page's payload. The header, little-endian:
 A record verifies if its header equals, byte for byte, the header that its key and payload would get now. So a change of
 any bit of header or payload is found, and a record that was stored under another key does not verify.
 
-Law of buffers: when a call returns or raises, for whatever reason, nothing touches the buffers any more that were
-passed in. A deadline cancels the backend's call, and by contract that call ends only after the backend has let go of
-them. So the answer FAILED may come later than the deadline; when it comes, the buffers are free.
+When a call has returned or raised, for whatever reason, nothing touches its buffers any more. A deadline cancels the
+backend's call, and by contract that call ends only after the backend has let go of them. So the answer FAILED may come
+later than the deadline; when it comes, the buffers are free.
 
 Checksums are computed in threads, in batches of a few MiB (0.2-1 ms each). Small ones, which take some µs, are computed
 on the event loop.
@@ -51,8 +51,11 @@ from asynccache.errors import ConfigError, Timeout
 from asynccache.settle import MOST_THREADS, ThreadPool
 from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.contract import (
+    BLOCK_BYTES,
     HEADER_BYTES,
     KEY_BYTES,
+    Hint,
+    Hintable,
     Listable,
     PageKey,
     Record,
@@ -63,6 +66,7 @@ from asynccache.storage.contract import (
     check_layout,
     drop_damaged,
     longest_backoff,
+    named_key,
     probe,
 )
 from asynccache.storage.url import MOST_CALLS
@@ -86,13 +90,16 @@ class Part(NamedTuple):
 
 
 class Scrubbed(NamedTuple):
-    """The result of a scrub. ``pages``: how many were read. ``bytes``: the bytes of their payloads. ``bad``: how many
-    of them did not verify and were deleted. ``unread``: how many could not be read; they were left as they are."""
+    """The result of a scrub."""
 
     pages: int = 0
+    """How many pages were read."""
     bytes: int = 0
+    """The bytes of the pages' payloads."""
     bad: int = 0
+    """How many pages did not verify and were deleted."""
     unread: int = 0
+    """How many pages could not be read; they were left as they are."""
 
     def plus(self, other: Scrubbed) -> Scrubbed:
         """Return the sums of both."""
@@ -252,9 +259,11 @@ def store_layout(pools: Iterable[PoolSpec]) -> StoreLayout:
     return StoreLayout({spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}, RECORD_SCHEMA)
 
 
-def storage_key(prefix_hash: bytes, digest: bytes) -> bytes:
-    """Return the storage key, 32 bytes, of the page with this prefix hash in the pool with this ``pool_digest``."""
-    return hashlib.sha256(prefix_hash + digest).digest()
+def storage_key(prefix_hash: bytes, digest: bytes, *, named: bool = True) -> bytes:
+    """Return the storage key, 32 bytes, of the page with this prefix hash in the pool with this ``pool_digest``.
+    ``named``: the key names the block, by the end of its hash, which is its name in KV events (see ``named_key``)."""
+    block = int.from_bytes(prefix_hash[-BLOCK_BYTES:], "big") if named else None
+    return named_key(hashlib.sha256(prefix_hash + digest).digest(), block)
 
 
 def pool_digest(
@@ -289,7 +298,7 @@ def breaker_of(backend: object, jitter: Callable[[], float] = lambda: 1.0) -> Br
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 15.0
 PART_PAGES = 1024
 """Pages in one call of the backend, at most. A longer call is made in parts, so that it does not hold up the loop."""
-COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
+COUNTERS = ("put_pages", "get_pages", "corrupt_pages", "hinted_pages", "unheard_hints")
 
 
 class CheckedStore:
@@ -385,6 +394,26 @@ class CheckedStore:
         """
         _check_keys(keys)
         return await self._guard.answers("ask", keys, self.backend.exists)
+
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float = 0.0) -> list[Result]:
+        """Pass on a hint about the pages of ``keys``: HIT for each that is now as the hint wants it, else MISS; FAILED
+        where the backend is not asked or does not answer. A backend that takes no hints (see ``Hintable``) is not
+        asked, which is counted as ``unheard_hints``, and the answer is MISS. Cancelling it may leave any of it done.
+
+        Raises:
+            ConfigError: an argument is unusable.
+        """
+        verb, seconds = checks.instance("verb", verb, Hint), checks.number("seconds", seconds, 0)
+        _check_keys(keys)
+        backend = self.backend
+        if not isinstance(backend, Hintable):
+            self._counts["unheard_hints"] += 1
+            return [Result.MISS] * len(keys)
+        results: list[Result] = []
+        for part in _parts(len(keys)):
+            results += await self._guard.answers("ask", keys[part], lambda keys: backend.hint(verb, keys, seconds))
+        self._counts["hinted_pages"] += results.count(Result.HIT)
+        return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling

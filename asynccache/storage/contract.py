@@ -6,23 +6,28 @@ it on the way in, whatever the backend claims.
 
 Every call takes many keys and answers for each of them, in order. If one key fails, the call does not raise: the answer
 for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all.
-Cancelling a call returns only after the backend has let go of every buffer that was passed in.
+Cancelling a call returns only after the backend has let go of every buffer that was passed in. To cancel a question or
+a listing changes nothing.
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
 ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a
-backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients.
+backend that has a page in several places, ``Counting`` for one whose server counts for all of its clients,
+``Hintable`` for one that can use what is known of pages beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache import checks
 
 HEADER_BYTES = 64
 KEY_BYTES = 32
+BLOCK_BYTES = 8
+_KIND_AT = KEY_BYTES - BLOCK_BYTES - 1
+_NO_BLOCK, _BLOCK, _BELOW_ZERO = range(3)
 
 
 class Result(IntEnum):
@@ -36,6 +41,40 @@ class Result(IntEnum):
     HIT = 1
     CORRUPT = 2
     FAILED = 3
+
+
+class Hint(Enum):
+    """What somebody knows of pages beforehand. A hint is no order: a store does what it can.
+
+    PREFETCH: they will be wanted soon, so have them where they are read fastest.
+    KEEP: spare them for some seconds.
+    ENDED: their conversation is over, so they may go before all others.
+    """
+
+    PREFETCH = "PREFETCH"
+    KEEP = "KEEP"
+    ENDED = "ENDED"
+
+
+def named_key(digest: bytes, block: int | None) -> bytes:
+    """Return the storage key, 32 bytes, of a page with this ``digest`` (32 bytes). ``block``: the hash by which an
+    engine's KV events name the block that is found by this page, from -2**63 to 2**64 - 1; None: none is.
+
+    The last 9 bytes of a key are the block's name, so that whoever holds pages can tell routers of them by the names
+    that these know, whichever engine has stored them, and also after a restart. 23 bytes are left of the digest.
+    """
+    if block is None:
+        return digest[:_KIND_AT] + bytes((_NO_BLOCK,)) + digest[_KIND_AT + 1 :]
+    kind = _BELOW_ZERO if block < 0 else _BLOCK
+    return digest[:_KIND_AT] + bytes((kind,)) + (block % (1 << 64)).to_bytes(BLOCK_BYTES, "big")
+
+
+def block_in(key: bytes) -> int | None:
+    """Return the block that a storage key names; None: it names none."""
+    kind = key[_KIND_AT]
+    if kind not in (_BLOCK, _BELOW_ZERO):
+        return None
+    return int.from_bytes(key[-BLOCK_BYTES:], "big", signed=kind == _BELOW_ZERO)
 
 
 class PageKey(NamedTuple):
@@ -57,13 +96,14 @@ class StoreLayout(NamedTuple):
     """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
-    of records: a place that was written with another schema has no records for this cache. ``any_size``: above 0,
-    payloads of every pool may have any size up to this, as in a host process, which does not know its clients' pools.
+    of records: a place that was written with another schema has no records for this cache.
     """
 
     page_bytes: Mapping[str, int]
     schema: bytes
     any_size: int = 0
+    """If it is above 0, payloads of every pool may have any size up to this, as in a host process, which does not know
+    its clients' pools."""
 
     @property
     def largest(self) -> int:
@@ -165,13 +205,14 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The things that one call of ``collect`` has removed. ``pages``: the number of pages that were stored too long
-    ago. ``waste``: the number of other things of no use, such as dead pages, orphans and half-written objects.
-    ``size``: the bytes of both together."""
+    """The things that one call of ``collect`` has removed."""
 
     pages: int = 0
+    """The number of pages that were stored too long ago."""
     waste: int = 0
+    """The number of other things of no use, such as dead pages, orphans and half-written objects."""
     size: int = 0
+    """The bytes of both together."""
 
 
 @runtime_checkable
@@ -233,6 +274,17 @@ class Counting(Protocol):
         Raises:
             BackendError: the server does not answer.
         """
+        ...
+
+
+@runtime_checkable
+class Hintable(Protocol):
+    """A backend that decides itself which pages stay, and can use hints. Optional."""
+
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float) -> list[Result]:
+        """Take a hint about the pages of ``keys``, those of a conversation in its order: HIT for each that is now as
+        the hint wants it, else MISS. ``seconds``: for how long, 0 or more, for KEEP; a store bounds it. Cancelling it
+        may leave any of it done."""
         ...
 
 

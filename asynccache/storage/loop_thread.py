@@ -1,26 +1,23 @@
 """A thread with an event loop that makes the calls of other threads to the stores. Each call has a future.
 
-Laws:
+The memory of one pool of pages is given as ``Rows`` of equal size, counted from 0. It belongs to the caller, and a call
+has its rows *on loan*. When the loan ends, the call's views of the rows stop working, and ``RowLoan.end`` tells whether
+somebody still refers to the memory through something made from them (a slice, an array). Between calls nothing here
+holds an export of the memory (a memoryview or an array on it), so its owner can close or release it whenever no call is
+under way.
+
 * A call begins when the loop takes it from the queue. Until then its future can be cancelled, and nothing refers to its
-  memory. From then on its future is done only after its loan of the memory has ended.
-* One wake-up of the loop begins all calls in the queue, and a call's future is done in the same turn of the loop in
-  which its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
+  memory. From then on its future is done only after its loan has ended.
+* One wake-up of the loop begins all calls in the queue, and a call's future is done in the turn of the loop in which
+  its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
 * A call that is late, or is cut short by ``close``, is answered with what is known by then, and with FAILED for the
-  rest. A call with memory is cancelled for that. An EXISTS call has no memory, so it is answered at once and goes on
-  unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only ``close``
-  cancels it.
+  rest. A call with memory is cancelled for that. A question or a hint has no memory, so it is answered at once and
+  goes on unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only
+  ``close`` cancels it.
 * The main task owns the stores. It opens them, waits until ``close`` is called and all calls have ended, and closes
   them. Then the thread ends. A ``clear`` does not wait in the queue; ``close`` cuts it short as it does a call.
 
 Mutable state: ``_lock`` guards the queue and the flags that other threads use. All else belongs to the loop.
-
-The memory of one pool of pages is given as ``Rows`` of equal size that are counted from 0. It belongs to the caller.
-
-Laws of rows:
-* Between calls nothing here holds an export of the memory (a memoryview or an array on it). So its owner can close or
-  release it whenever no call is under way.
-* A call has its rows on loan. When the loan ends, the call's views of the rows stop working. ``RowLoan.end`` also tells
-  whether somebody still refers to the memory through something made from those views (a slice, an array).
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from asynccache.errors import ConfigError, Timeout, Unavailable, forget_frames
 from asynccache.storage.attachment import open_all
-from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.contract import Hint, PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.tiers import TieredStore
 
 if TYPE_CHECKING:
@@ -154,14 +151,15 @@ let go when it answers, but a thread of its own may be just about to drop its la
 _T = TypeVar("_T")
 
 
-StoreVerb = Literal["exists", "get", "put"]
+StoreVerb = Literal["exists", "get", "put", "hint"]
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS has none. ``until`` is its
-    deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has.
-    ``asking``: whether the stores are working on it and were not told to give up."""
+    """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS and a hint have none.
+    ``until`` is its deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS for
+    the rest. ``hint``: what a hint says, and its seconds.
+    """
 
     verb: StoreVerb
     keys: Sequence[PageKey]
@@ -170,13 +168,20 @@ class PendingCall:
     until: float | None
     future: Future[list[Result]] = field(default_factory=Future)
     asking: bool = False
+    """Whether the stores work on this call and were not told to give up."""
     known: list[Result] = field(default_factory=list)
     loan: RowLoan | None = None
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[None] | None = None
+    hint: tuple[Hint, float] | None = None
 
     def __repr__(self) -> str:
         return f"PendingCall({self.verb}, {len(self.keys)} pages of {self.rows.pool!r})"
+
+    @property
+    def borrows(self) -> bool:
+        """True if it uses the caller's memory."""
+        return self.verb in ("get", "put")
 
     def so_far(self) -> list[Result]:
         """Return the results of a call that is cut short now: HIT and CORRUPT as the stores have answered, FAILED for
@@ -301,7 +306,7 @@ class StoreThread:
 
     def held(self) -> int:
         """Return how many pages there are whose memory a store may be using now."""
-        return sum(len(call.keys) for call in list(self._under_way) if call.verb != "exists")
+        return sum(len(call.keys) for call in list(self._under_way) if call.borrows)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters of the stores and of this instance. To be called on the loop only."""
@@ -331,7 +336,6 @@ class StoreThread:
         self._ended.set()
 
     def _forget(self) -> None:
-        """Drop all references to the caller's memory."""
         for rows in self._begin[-1]:
             rows.forget()
         del self._begin
@@ -380,7 +384,7 @@ class StoreThread:
         for call in self._under_way:
             if not call.future.done():
                 self.counts["abandoned_pages"] += len(call.keys)
-            if call.verb == "exists":
+            if not call.borrows:
                 self._answer(call, call.so_far())
             self._end(call)
 
@@ -403,7 +407,6 @@ class StoreThread:
     # calls
 
     def _begin_queued(self) -> None:
-        """Begin all calls in the queue."""
         self._waking = False  # first, so that a call which is put into the queue from now on wakes the loop again
         while self._queue:
             call = self._queue.popleft()
@@ -416,7 +419,7 @@ class StoreThread:
             self.counts["late_calls"] += 1
             self._answer(call, call.so_far())
             return
-        if call.verb != "exists":
+        if call.borrows:
             try:
                 call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
@@ -438,6 +441,8 @@ class StoreThread:
                 call.known = [Result.MISS] * len(call.keys)
                 if call.loan is not None:
                     results = await self.tiers.get(call.keys, call.loan.views, call.known)
+                elif call.hint is not None:
+                    results = await self.tiers.hint(call.hint[0], call.keys, call.hint[1])
                 else:
                     results = await self.tiers.exists(call.keys, call.known)
         except BaseException as error:  # it was cancelled, or a plug-in raised what no store has a right to raise
@@ -451,12 +456,11 @@ class StoreThread:
         self._answer(call, call.so_far() if results is None else results)
 
     def _late(self, call: PendingCall) -> None:
-        """End a call whose deadline is over. An EXISTS call has no memory, so it is answered at once and goes on
-        unheard."""
+        """End a call whose deadline is over. One without memory is answered at once and goes on unheard."""
         if call.future.done():
             return
         self.counts["late_calls"] += 1
-        if call.verb == "exists":
+        if not call.borrows:
             self._answer(call, call.so_far())
         else:
             self._end(call)
@@ -477,7 +481,6 @@ class StoreThread:
             self.counts["kept_pages"] += pages
 
     def _answer(self, call: PendingCall, results: list[Result]) -> None:
-        """Set the results of the call's future, unless it is done already."""
         if not call.future.done():
             self._end_future(partial(call.future.set_result, results))
 

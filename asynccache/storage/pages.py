@@ -1,6 +1,6 @@
 """The stores without a cache, for programs that are not asynchronous: pages of memory go to the stores and come back.
 
-Laws:
+What always holds:
 * An unusable argument raises ``ConfigError``, which names it, before anything has changed or begun.
 * A store's failure is a result and never an error: every key has a result of its own.
 * A call uses the memory only until its future is done. From then on nothing here refers to any of its pages.
@@ -14,14 +14,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.checked import RECORD_SCHEMA
-from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.contract import Hint, Hintable, PageKey, Result, StorageBackend, StoreLayout, named_key
 from asynccache.storage.loop_thread import PendingCall, Rows, StoreThread, StoreVerb
 
 if TYPE_CHECKING:
@@ -36,34 +36,37 @@ LETTING_GO = 5.0
 
 
 class Closed(NamedTuple):
-    """The result of ``Pages.close``.
-
-    ``abandoned``: pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered.
-    ``held``: pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not
-    done; until they are, the memory must not be used for anything else.
-    ``over``: whether every store is closed and the thread has ended. If it is false, the thread goes on closing by
-    itself, and ``close`` can be called again to wait for it.
-    """
+    """The result of ``Pages.close``."""
 
     abandoned: int
+    """Pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered."""
     held: int
+    """Pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not done;
+    until they are, the memory must not be used for anything else."""
     over: bool
+    """Whether every store is closed and the thread has ended. If it is false, the thread goes on closing by itself, and
+    ``close`` can be called again to wait for it."""
+
+
+NameBlock = Callable[[str, bytes], int | None]
+"""Called with a pool and a key; see ``Pages.open``."""
 
 
 class _StoredPool(NamedTuple):
     rows: Rows
     digest: bytes
+    blocks: NameBlock | None
 
 
 class Pages:
     """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
 
-    Each of ``exists``, ``put`` and ``get`` takes many keys at a time and returns a ``concurrent.futures.Future`` at
-    once. Its result is a list with one ``Result`` for each key, in their order: HIT, MISS, CORRUPT (the stored page did
-    not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
-    future can be cancelled until its call begins; after that ``cancel()`` returns False and changes nothing. Callbacks
-    of a future run in the thread that serves the stores. They should return soon; they may begin calls and must not
-    wait for any.
+    Each of ``exists``, ``put``, ``get`` and ``hint`` takes many keys at a time and returns a
+    ``concurrent.futures.Future`` at once. Its result is a list with one ``Result`` for each key, in their order: HIT,
+    MISS, CORRUPT (the stored page did not verify; it was deleted, and is a MISS from then on) or FAILED (a store could
+    not do it, or not in time). A future can be cancelled until its call begins; after that ``cancel()`` returns False
+    and changes nothing. Callbacks of a future run in the thread that serves the stores. They should return soon; they
+    may begin calls and must not wait for any.
 
     In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """
@@ -81,7 +84,7 @@ class Pages:
     def open(
         cls, storage: str | StorageBackend | Sequence[str | StorageBackend],
         memory: Memory | Mapping[str, Memory], page_bytes: int | Mapping[str, int],
-        namespace: str | bytes, *, options: Mapping[str, str] | None = None,
+        namespace: str | bytes, *, options: Mapping[str, str] | None = None, blocks: NameBlock | None = None,
     ) -> Self:  # fmt: skip
         """Open the stores and return when they are ready. If that fails, no store is left open and no thread running.
 
@@ -96,14 +99,21 @@ class Pages:
             namespace: everything that must be equal for a stored page to be the right one and that the keys do not
                 say: the model and its weights, dtype, layout, block size, the part of this rank. Any text or bytes.
             options: added to the options in each URL.
+            blocks: called with a pool's name and a key; returns the hash by which the engine's own KV events name the
+                block that is found by this key, from -2**63 to 2**64 - 1, or None. Stores then have that name in their
+                keys, and a host process tells routers of the block by it (``asynccache serve --events``). It must
+                return the same for the same key always, or pages are not found again.
 
         Raises:
-            ConfigError: an argument, a URL or an option of one is unusable.
+            ConfigError: an argument, a URL or an option of one is unusable. Calls raise it, too, if ``blocks`` raises,
+                or returns anything else.
             Unavailable: a store cannot be opened now.
         """
         try:
             storages, space, more = _storages(storage), _namespace(namespace), _options(options)
-            pools = _pools(memory, page_bytes, space)
+            if blocks is not None and not callable(blocks):
+                raise ConfigError(f"blocks={checks.shown(blocks)} cannot be called")
+            pools = _pools(memory, page_bytes, space, blocks)
             layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
             serving = StoreThread("asynccache-pages")
             serving.start(storages, layout, more, [pool.rows for pool in pools.values()])
@@ -162,6 +172,20 @@ class Pages:
             raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
         return self._serving.submit(call)
 
+    def hint(
+        self, verb: Hint, keys: Iterable[bytes], seconds: float = 0.0, *, pool: str | None = None,
+        timeout: float | None = None,
+    ) -> Future[list[Result]]:  # fmt: skip
+        """Tell the stores what is known of these pages, those of a conversation in its order. HIT for each page that is
+        now as the hint wants it; MISS where it is not, as in stores that take no hints. ``seconds``: for how long, for
+        ``Hint.KEEP``. ``timeout`` and errors: as for ``exists``.
+        """
+        until = self._until(timeout)
+        chosen = self._pool(pool)
+        verb, seconds = checks.instance("verb", verb, Hint), checks.number("seconds", seconds, 0)
+        call = PendingCall("hint", _page_keys(keys, chosen), chosen.rows, (), until, hint=(verb, seconds))
+        return self._serving.submit(call)
+
     # the whole
 
     def clear(self, *, timeout: float | None = None) -> Future[None]:
@@ -181,6 +205,12 @@ class Pages:
     def stores(self) -> tuple[str, ...]:
         """The names of the stores, nearest first; empty after ``close``."""
         return self._serving.tiers.names
+
+    @property
+    def hintable(self) -> tuple[str, ...]:
+        """The names of the stores that take hints."""
+        attached = self._serving.tiers.attached
+        return tuple(one.options.name for one in attached if isinstance(one.store.backend, Hintable))
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:
@@ -274,15 +304,27 @@ def page_digest(namespace: bytes, pool: str, page_bytes: int) -> bytes:
 
 
 def _page_keys(keys: Iterable[bytes], pool: _StoredPool) -> list[PageKey]:
-    """Return the storage keys of the caller's ``keys``. Each is the SHA-256 of the key and the pool's digest, so a key
-    may have any length, and equal keys of two pools have different storage keys."""
+    """Return the storage keys of the caller's ``keys``. Each is made of the SHA-256 of the key and the
+    pool's digest, so a key may have any length, and equal keys of two pools have different storage keys."""
     keys = keys if isinstance(keys, (list, tuple)) else _listed("keys", keys)
     name, digest, sha256 = pool.rows.pool, pool.digest, hashlib.sha256
     if not set(map(type, keys)) <= {bytes} or not all(keys):
         for at, key in enumerate(keys):
             if not isinstance(key, bytes) or not key:
                 raise ConfigError(f"keys[{at}]={checks.shown(key)}: a key is one or more bytes")
-    return [PageKey(name, sha256(key + digest).digest()) for key in keys]
+    return [PageKey(name, named_key(sha256(key + digest).digest(), _block(pool, key))) for key in keys]
+
+
+def _block(pool: _StoredPool, key: bytes) -> int | None:
+    if pool.blocks is None:
+        return None
+    try:
+        block = pool.blocks(pool.rows.pool, key)
+    except Exception as error:
+        raise ConfigError(f"blocks: it raises for the key {checks.shown(key)}: {error!r}") from error
+    if block is not None and (type(block) is not int or not -1 << 63 <= block < 1 << 64):
+        raise ConfigError(f"blocks: {checks.shown(block)} for the key {checks.shown(key)} is no hash of 64 bits")
+    return block
 
 
 def _slots(slots: Iterable[SupportsIndex], rows: Rows) -> list[int]:
@@ -337,7 +379,7 @@ def _namespace(namespace: Any) -> bytes:
     return data
 
 
-def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _StoredPool]:
+def _pools(memory: Any, page_bytes: Any, namespace: bytes, blocks: NameBlock | None) -> dict[str, _StoredPool]:
     buffers = dict(memory) if isinstance(memory, Mapping) else {POOL: memory}
     if not buffers:
         raise ConfigError("memory: no pool is named; give a buffer, or a buffer for each pool")
@@ -356,5 +398,5 @@ def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _StoredP
             raise ConfigError(
                 f"page_bytes={checks.shown(sizes[name])} of pool {name!r} must be a whole number of bytes, 1 or more"
             ) from error
-        pools[name] = _StoredPool(Rows(name, buffer, size), page_digest(namespace, name, size))
+        pools[name] = _StoredPool(Rows(name, buffer, size), page_digest(namespace, name, size), blocks)
     return pools

@@ -3,7 +3,7 @@
 A ``get`` copies the pages into memory that is made for them, and a task of its own writes the copies to the
 nearer stores.
 
-Laws:
+What always holds:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
 * The copies that exist at a time take ``room`` bytes of memory at most. Pages for which there is no room, or no memory,
   are not promoted.
@@ -47,20 +47,21 @@ class Promotions:
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no room or no memory for a copy, because they were being deleted, or because the store did
-    not take them. ``held``: the bytes of memory that all copies take now. ``room``: how many bytes they may take.
-    ``threads``: how many threads copy; with 0 the loop does. ``deletions``: how many deletions are over. Pages that
-    were asked for before the latest of them are not promoted, since they may be among those that were deleted.
+    not take them. ``room``: how many bytes they may take. ``threads``: how many threads copy; with 0 the loop does.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
         self.counts: Counter[str] = Counter()
         self.held = 0
+        """The bytes of memory that all copies take now."""
         self._room = room
         self._threads = ThreadPool(threads, "asynccache-promotion")
         self._batches: dict[asyncio.Task[None], Sequence[PageKey]] = {}
         self._writing: WeakKeyDictionary[PromotionTarget, asyncio.Lock] = WeakKeyDictionary()
         self._pauses = 0
         self.deletions = 0
+        """How many deletions are over. Pages that were asked for before the latest of them are not promoted, since they
+        may be among those that were deleted."""
         self._closed = False
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """Any number of stores used as one, nearest first; also one, or none.
 
-Laws:
+What always holds:
 * A page is written to all stores with the option ``write`` at the same time. It is stored if at least one took it.
 * Pages are read from the nearest store first. Each farther one is asked only for those that are still missing, and what
   it had may be copied to the nearer ones (see ``promotion``).
@@ -20,40 +20,38 @@ from asynccache.errors import Timeout
 from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
-from asynccache.storage.contract import PageKey, Result, is_shared
+from asynccache.storage.contract import Hint, PageKey, Result, is_shared
 from asynccache.storage.promotion import ROOM_BYTES, Promotions
 from asynccache.storage.url import StoreOptions, check_name, place_of
 
 _T = TypeVar("_T")
 
-# Which of several stores' answers for a page counts: the one with the highest figure here, by the result's number. If
-# one store answers MISS and another FAILED, the page may be in the store that failed, so FAILED counts.
+# If stores disagree about a page, the most informative answer wins: HIT > CORRUPT > FAILED > MISS. A MISS tells least:
+# another store that FAILED may have the page.
 _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED: 1}[result] for result in Result)
 
 
 class AttachedStore:
-    """One of the stores, and how it is used (``options``).
-
-    ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
-    ``is_shared``). ``calls``: the calls under way in it, closed when it is detached.
-    ``promoted_to``: True once pages of a farther store were to be copied to it.
-    """
+    """One of the stores, and how it is used (``options``)."""
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
         self.store = store
         self.options = options
         self.owned = owned
+        """Whether to close the store when it is detached."""
         self.shared = is_shared(store.backend)
+        """Whether other processes find the store's pages (``contract.is_shared``)."""
         self.calls = OpenCalls(options.name)
+        """The calls under way in the store; closed when it is detached."""
         self.promoted_to = False
+        """True once pages of a farther store were to be copied to this one."""
 
     def __repr__(self) -> str:
         there = "detached" if self.calls.closed else "there"
         return f"AttachedStore({self.options.name!r}, {self.calls.running} calls, {there})"
 
     async def ask(self, call: Callable[[CheckedStore], Awaitable[_T]], absent: _T) -> _T:
-        """Make ``call`` with this store and return what it returns; ``absent`` if the store was detached. Cancelling it
-        cancels the call."""
+        """Make ``call`` with this store and return what it returns; ``absent`` if the store was detached."""
         if self.calls.closed:
             return absent
         with self.calls:
@@ -247,6 +245,13 @@ class TieredStore:
             _take_over(results, part, await attached.exists([keys[at] for at in part]))
         return results
 
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float = 0.0) -> list[Result]:
+        """Pass on a hint to all stores: HIT for each page that is as the hint wants it in one of them, else FAILED
+        where one could not tell, else MISS. Cancelling it may leave any of it done."""
+        absent = [Result.MISS] * len(keys)
+        calls = [one.ask(lambda store: store.hint(verb, keys, seconds), absent) for one in self._stores]
+        return _best(await _all(calls)) if calls else absent
+
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key from all stores: FAILED where one of them could not, HIT where one had the page,
         else MISS. Cancelling it may leave any of them deleted."""
@@ -322,14 +327,14 @@ def _missing(results: Sequence[Result]) -> list[int]:
 
 
 def _take_over(results: list[Result], part: Sequence[int], answers: Sequence[Result]) -> None:
-    """Put ``answers`` into ``results`` at the positions ``part``, where they tell more than what is there."""
+    """Put ``answers`` into ``results`` at the positions ``part``, where they are more informative."""
     for at, answer in zip(part, answers, strict=True):
         if _TELLS[answer] > _TELLS[results[at]]:
             results[at] = answer
 
 
 def _best(answers: Sequence[Sequence[Result]]) -> list[Result]:
-    """Return for each key that one of the stores' answers which tells most."""
+    """Return the most informative of the stores' answers for each key."""
     return [max(results, key=_TELLS.__getitem__) for results in zip(*answers, strict=True)]
 
 

@@ -3,7 +3,7 @@
 A URL of any scheme may have the options of ``StoreOptions``. They say how the store is used, and backends never see
 them. All other options are the backend's.
 
-Law: a password in a URL is for its backend alone. Wherever a URL is shown, in a text or an error, its passwords are
+A password in a URL is for its backend alone. Wherever a URL is shown, in a text or an error, its passwords are
 replaced by ``***``.
 """
 
@@ -152,20 +152,20 @@ MOST_CALLS = 1 << 16
 
 
 class StoreOptions(Settings, frozen=True):
-    """The settings of one store.
-
-    ``name``: what it is called among the attached stores. ``write``: whether pages are written to it. ``promote``:
-    whether pages that were found in a farther store are copied to it. ``timeout``: seconds that a call may take.
-    ``concurrency``: how many reads, and how many writes, it has at a time, at most. ``slow``: seconds after which a
-    call that is still running counts as a failure for the breaker; 0 means never.
-    """
+    """The settings of one store."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "store"
+    """The store's name among the attached ones."""
     write: bool = True
+    """Whether pages are written to the store."""
     promote: bool = True
+    """Whether pages that were found in a farther store are copied to this one."""
     timeout: Positive = 30.0
+    """Seconds that a call may take."""
     concurrency: Annotated[int, Meta(ge=1, le=MOST_CALLS)] = 16
+    """How many reads, and how many writes, the backend has at a time, at most."""
     slow: Seconds = 10.0
+    """Seconds after which a call that is still running counts as a failure for the breaker; 0 means never."""
 
     def _where(self) -> str:
         return "storage option "

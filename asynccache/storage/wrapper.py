@@ -1,10 +1,10 @@
 """Backends around a backend. ``WrappedBackend`` passes every call on; its subclasses override what they change.
 
-One of them watches which keys a store holds, for KV events. Where nobody watches, it costs nothing. A backend that
-knows when its own index changes is ``Watchable``: it tells every change itself, and what it has told is true at every
-moment. Any other backend, say a server to which others write and which evicts on its own, is wrapped in
-``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit
-it, and gone once one of them has missed it.
+``WatchedBackend`` is one of them: for KV events, it watches which keys a store holds. Where nobody watches, it costs
+nothing. A backend that knows when its own index changes is ``Watchable``: it tells every change itself, and what it has
+told is true at every moment. Any other backend, say a server to which others write and which evicts on its own, is
+wrapped in ``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an
+exists has hit it, and gone once one of them has missed it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, is_shared
+from asynccache.storage.contract import Hint, PageKey, Record, Result, StorageBackend, is_shared
 
 
 class WrappedBackend:
     """Passes every call on to ``inner``. Cancelling a call cancels the call of ``inner``.
 
-    It has the optional ``probe`` (see ``Probeable``), ``watch`` (see ``Watchable``), ``damaged`` (see ``Layered``) and
-    ``longest_backoff`` only if ``inner`` has.
+    It has the optional ``probe`` (see ``Probeable``), ``watch`` (see ``Watchable``), ``damaged`` (see ``Layered``),
+    ``hint`` (see ``Hintable``) and ``longest_backoff`` only if ``inner`` has.
     """
 
     probe: Callable[[], Awaitable[None]]
     watch: Callable[[Tell | None], None]
     damaged: Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
+    hint: Callable[[Hint, Sequence[PageKey], float], Awaitable[list[Result]]]
     longest_backoff: float
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.shared = is_shared(inner)
-        for name in ("probe", "watch", "damaged", "longest_backoff"):
+        for name in ("probe", "watch", "damaged", "hint", "longest_backoff"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
@@ -38,39 +39,30 @@ class WrappedBackend:
         return f"{type(self).__name__}({self.inner!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """The same as the method of ``inner``."""
         return await self.inner.exists(keys)
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """The same as the method of ``inner``."""
         return await self.inner.get(keys, records)
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """The same as the method of ``inner``."""
         return await self.inner.put(keys, records)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """The same as the method of ``inner``."""
         return await self.inner.delete(keys)
 
     async def clear(self) -> None:
-        """The same as the method of ``inner``."""
         await self.inner.clear()
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """The same as the method of ``inner``."""
         self.inner.register(pool, memory)
 
     def stats(self) -> Mapping[str, int | float]:
-        """The same as the method of ``inner``."""
         return self.inner.stats()
 
     async def flush(self) -> None:
-        """The same as the method of ``inner``."""
         await self.inner.flush()
 
     async def aclose(self) -> None:
-        """The same as the method of ``inner``."""
         await self.inner.aclose()
 
 
@@ -111,31 +103,26 @@ class WatchedBackend(WrappedBackend):
         self._there.clear()
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """The same as the method of ``inner``."""
         results = await self.inner.exists(keys)
         self._note(keys, results)
         return results
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """The same as the method of ``inner``."""
         results = await self.inner.get(keys, records)
         self._note(keys, results)
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """The same as the method of ``inner``."""
         results = await self.inner.put(keys, records)
         self._note(keys, results)
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """The same as the method of ``inner``."""
         results = await self.inner.delete(keys)
         self._note(keys, [Result.FAILED if result is Result.FAILED else Result.MISS for result in results])
         return results
 
     async def clear(self) -> None:
-        """The same as the method of ``inner``."""
         await self.inner.clear()
         self._change(False, list(self._there))
 
@@ -152,12 +139,14 @@ class WatchedBackend(WrappedBackend):
 
 
 class Watched(NamedTuple):
-    """A backend that is watched. ``backend``: what to use from now on, which may be a wrapper. ``parts``: the keys that
-    it holds by now, which are not told by themselves. ``end``: ends the telling."""
+    """A backend that is watched."""
 
     backend: StorageBackend
+    """The backend to use from now on, which may be a wrapper."""
     parts: Iterable[Sequence[bytes]]
+    """The keys that the backend holds by now: only changes are told."""
     end: Callable[[], object]
+    """Ends the telling."""
 
 
 def watch(backend: StorageBackend, tell: Tell) -> Watched:

@@ -22,6 +22,8 @@ from asynccache.storage import (
     HEADER_BYTES,
     RECORD_SCHEMA,
     CheckedStore,
+    Hint,
+    Hintable,
     Layered,
     PageKey,
     Record,
@@ -300,6 +302,23 @@ class BackendSuite:
         fetched = [blank(key).payload for key in keys]
         assert await store.get(keys, fetched) == [Result.HIT] * 50
         assert fetched == pages
+        await store.aclose()
+
+    @pytest.mark.asyncio
+    async def test_hints_change_no_page(self, open_backend: OpenBackend) -> None:
+        store = CheckedStore(await open_backend(), LAYOUT)
+        keys, heard = keys_of(20), isinstance(store.backend, Hintable)
+        pages = [record_of(key).payload for key in keys]
+        await store.put(keys[:10], pages[:10])
+        for verb in Hint:
+            answers = await store.hint(verb, keys, 60.0)
+            assert len(answers) == 20
+            assert answers[10:] == [Result.MISS] * 10
+            assert heard or answers == [Result.MISS] * 20
+        fetched = [blank(key).payload for key in keys]
+        assert await store.get(keys, fetched) == [Result.HIT] * 10 + [Result.MISS] * 10
+        assert fetched[:10] == pages[:10]
+        assert store.stats()["unheard_hints"] == (0 if heard else len(Hint))
         await store.aclose()
 
     @pytest.mark.asyncio

@@ -4,6 +4,9 @@ The cache's head (``asynccache.runtime``) decides through the core and hands *wo
 Work and outcomes are values of integers and bytes (``work``). A worker knows pools, slots and hashes; it knows no
 tree, no lease and no request.
 
+Cancelling a call that only waits or asks stops the waiting and changes nothing. Where cancelling does more, the call
+says so.
+
 An engine of several ranks has a worker in each of its processes. ``listen`` is for the head's process, ``connect`` for
 all others. ``listen`` gives what ``AsyncCache(workers=...)`` takes; ``connect`` gives a rank's pools and batches.
 """

@@ -1,8 +1,9 @@
-"""Folds: what several workers say, as one answer. All functions are plain. Something was done if all workers say so. If
-several workers report errors, the lowest of their ranks gives the class of the error.
+"""Folds: what several workers say, as one answer. All functions are plain.
 
-A fold of a remote method gets the answers by rank, and the arguments of the call. It raises ``RankFailure`` with the
-rank of a worker that says what makes no sense."""
+Something was done only if all workers say so. If several workers report errors, the lowest of their ranks gives the
+class of the error. The fold of a remote method gets the answers by rank, and the arguments of the call. If a worker
+says what makes no sense, the fold raises ``RankFailure`` with that worker's rank.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +61,8 @@ def _worst_of(
 
 
 def worst(answers: Sequence[bytes]) -> bytes:
-    """Return the worst result of each page. The results from the worst to the best: CORRUPT, FAILED, MISS, HIT.
-    ``answers``: for each worker, a result for each page. If they differ in length, the pages after the end of the
-    shortest one are left out."""
+    """Return the worst result of each page: CORRUPT before FAILED before MISS before HIT. ``answers``: for each worker,
+    a result for each page. Pages after the end of the shortest answer are left out."""
     first = answers[0]
     if all(answer == first for answer in answers):
         return first

@@ -4,7 +4,7 @@
 have is made by ``everywhere``: it sends the call, and folds the answers. One that it has adds what only the head knows,
 and then does the same by ``folded``, ``call`` or ``tell``, which take the method that every rank is to call.
 
-Laws:
+What always holds:
 * Each message is for all workers, and is put on every link in the core call's turn. The head's own worker takes it in
   that turn, too.
 * An operation has one outcome, when all workers have let go of it: DONE if it was DONE everywhere.
@@ -68,30 +68,33 @@ _PERFORM, _FORGET = ORDERS["perform"].message, ORDERS["forget_load"].message
 
 
 class WorkInFlight:
-    """A work in flight. ``left``: the ranks on which it has not ended. ``failed``: True once it has failed on a rank.
-    ``at``: when it began, in seconds of ``perf_counter``."""
+    """A work in flight."""
 
     __slots__ = ("at", "failed", "left", "work")
 
     def __init__(self, work: Work, ranks: Iterable[int]) -> None:
         self.work = work
         self.left = set(ranks)
+        """The ranks on which the work has not ended."""
         self.failed = False
+        """True once the work has failed on a rank."""
         self.at = perf_counter()
+        """When the work began, in seconds of ``perf_counter``."""
 
 
 class AwaitedAnswers:
-    """The answers of all ranks to one call, or the ends of one batch on all of them (``BatchInFlight``).
-    ``left``: the ranks that have not spoken yet. ``said``: what the others have, by rank. ``failed``: True once a rank
-    has said that it could not run the batch."""
+    """The answers of all ranks to one call, or the ends of one batch on all of them (``BatchInFlight``)."""
 
     __slots__ = ("_broken", "_changed", "failed", "left", "number", "said")
 
     def __init__(self, number: int, ranks: Iterable[int], *, failed: bool = False) -> None:
         self.number = number
         self.left = set(ranks)
+        """The ranks that have not spoken yet."""
         self.said: dict[int, Any] = {}
+        """What the other ranks have said, by rank."""
         self.failed = failed
+        """True once a rank has said that it could not run the batch."""
         self._changed = ChangeSignal()
         self._broken: Callable[[], BaseException] | None = None
 
@@ -103,7 +106,7 @@ class AwaitedAnswers:
         return not self.left
 
     async def wait(self) -> None:
-        """Return when every rank has spoken. Cancelling it stops the waiting.
+        """Return when every rank has spoken.
 
         Raises:
             RankFailure: the group has failed.
@@ -113,7 +116,6 @@ class AwaitedAnswers:
             await self._change()
 
     async def settled(self) -> None:
-        """See ``BatchInFlight``. Raises as ``wait``."""
         while self.left and not self.failed:
             await self._change()
 
@@ -174,16 +176,17 @@ def everywhere(group: type[WorkerGroup]) -> type[WorkerGroup]:
 
 @everywhere
 class WorkerGroup(LocalWorker):
-    """The workers of all ranks as one. ``own``: the head's own rank; None: it has none. ``face``: what the engine in
-    the head's process sees of it. ``failure``: why the group is over, once it is. ``keys``: the pages that the watched
-    stores have."""
+    """The workers of all ranks as one. ``face``: what the engine in the head's process sees of it."""
 
     def __init__(self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, Link]) -> None:
         self.layers = 0
         self.own: RankServer | None = None
+        """The head's own rank; None: it has none."""
         self.takes_stores = config.pools()[0].host_pages > 0
         self.failure: RankFailure | None = None
+        """Why the group is over, once it is."""
         self.keys = WatchedKeys(lambda store, there, keys: self._reports.keys(store, there, keys))
+        """The pages that the watched stores have."""
         self._config = config
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
@@ -252,7 +255,6 @@ class WorkerGroup(LocalWorker):
         self.tell(RankServer.all_open)
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """See ``LocalWorker``."""
         self._reports = reports
         if self.failure is not None:
             reports.failed(self.failure)
@@ -287,7 +289,6 @@ class WorkerGroup(LocalWorker):
             await self._let_go(patience, latest)
 
     def close_by(self, seconds: float) -> None:
-        """See ``LocalWorker``."""
         loop, seconds = asyncio.get_running_loop(), max(seconds, 0.0)
         self._timers += [loop.call_later(seconds, self._hurry), loop.call_later(seconds + LATE, self._give_up_late)]
 
@@ -431,7 +432,6 @@ class WorkerGroup(LocalWorker):
             self._take(rank, message)
 
     def _take(self, rank: int, message: m.Message) -> None:
-        """Act on what worker ``rank`` says."""
         if self.failure is not None:
             return
         match message:
@@ -517,12 +517,11 @@ class WorkerGroup(LocalWorker):
         return number
 
     def batch(self, event: object) -> BatchInFlight:
-        """See ``LocalWorker``. A batch that is not known any more is over."""
+        """A batch that is not known any more is over."""
         assert isinstance(event, int)
         return self._sent.get(event) or AwaitedAnswers(event, (), failed=event in self._unable)
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
-        """See ``LocalWorker``."""
         self._last_batch += 1
         number = self._last_batch
         self._sent[number] = AwaitedAnswers(number, self._ranks)
@@ -530,7 +529,6 @@ class WorkerGroup(LocalWorker):
         return number
 
     async def batch_ended(self, number: int) -> None:
-        """See ``AsyncCache.batch_ended``."""
         batch = self._sent.get(number)
         if batch is not None:
             await batch.wait()
@@ -550,7 +548,6 @@ class WorkerGroup(LocalWorker):
                     del self._unable[next(iter(self._unable))]
 
     def perform(self, plan: Sequence[Work]) -> None:
-        """See ``LocalWorker``."""
         orders: list[m.Message] = []
         if self._to_forget and not all(work.kind is CopyKind.BACKUP for work in plan):
             # A plan with a load or a private copy was decided after all known outcomes were applied. So from now on no
@@ -585,11 +582,11 @@ class WorkerGroup(LocalWorker):
             self._reports.ended(status, work.ops)
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
+        """Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
         await self._has_own("layer").layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
+        """Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
         self._has_own("wait_layers").wait_layers(stream, ops, i)
 
     def _has_own(self, what: str) -> RankServer:
@@ -600,7 +597,6 @@ class WorkerGroup(LocalWorker):
     # pages
 
     async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
-        """See ``LocalWorker``."""
         done = await self.folded(LocalWorker.store, batch)
         if self.keys.watches:
             for order in batch:
@@ -609,7 +605,7 @@ class WorkerGroup(LocalWorker):
         return done
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """See ``LocalWorker``. What is about more than ``PART`` pages is asked in parts."""
+        """Questions about more than ``PART`` pages is asked in parts."""
         if sum(len(question.hashes) for question in asked) <= PART * HASH_BYTES:
             answers = await self.folded(LocalWorker.ask, asked)
         else:
@@ -622,7 +618,6 @@ class WorkerGroup(LocalWorker):
         return answers
 
     async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
-        """See ``LocalWorker``."""
         answers = await self.folded(LocalWorker.read, reads, run)
         self._name(reads, answers)
         return answers
@@ -639,12 +634,11 @@ class WorkerGroup(LocalWorker):
                     )
 
     async def delete(self, hashes: Sequence[bytes]) -> None:
-        """See ``LocalWorker``."""
         for at in range(0, len(hashes), PART):
             await self.folded(LocalWorker.delete, hashes[at : at + PART])
 
     def is_away(self, page_hash: bytes) -> bool:
-        """See ``LocalWorker``. True if all stores of any worker refuse calls, since then no page can be fetched
+        """True if all stores of any worker refuse calls, since then no page can be fetched
         whole."""
         if self._shut:
             self.tell(LocalWorker.is_away, page_hash)
@@ -652,39 +646,36 @@ class WorkerGroup(LocalWorker):
 
     @property
     def shut(self) -> bool:
-        """See ``LocalWorker``. True if all stores of any worker refuse calls."""
+        """True if all stores of any worker refuse calls."""
         return bool(self._shut)
 
     @property
     def busy(self) -> Sequence[str]:
-        """See ``LocalWorker``. Unknown: the ranks are given up instead."""
+        """Unknown: the ranks are given up instead."""
         return ()
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
-        """See ``LocalWorker``. The key of one worker stands for those of all."""
+        """The key of one worker stands for those of all."""
         return self.keys.key_of
 
     # stores
 
     @property
     def has_stores(self) -> bool:
-        """See ``LocalWorker``."""
         return bool(self._used)
 
     @property
     def stores(self) -> tuple[StoreEntry, ...]:
-        """See ``LocalWorker``."""
         return self._used
 
     def find_store(self, name: str | None) -> StoreEntry:
-        """See ``LocalWorker``."""
         return self._used[place_of(name, [entry.options.name for entry in self._used])]
 
     async def open_store(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
     ) -> StoreEntry:
-        """See ``LocalWorker``. All ranks open it, or none."""
+        """All ranks open the store, or none."""
         if not isinstance(storage, str):
             raise ConfigError(f"storage={checks.shown(storage)}: workers of other processes take URLs")
         self._last_store = number = number or self._last_store + 1
@@ -713,7 +704,6 @@ class WorkerGroup(LocalWorker):
         self.tell(RankServer.be_patient, bool(self._opening))
 
     def use_store(self, number: int, position: int | None) -> None:
-        """See ``LocalWorker``."""
         entry = self._open_stores[number]
         check_name(entry.options.name, [other.options.name for other in self._used])
         if position is not None:
@@ -723,47 +713,42 @@ class WorkerGroup(LocalWorker):
         self.tell(LocalWorker.use_store, number, position)
 
     async def drop_store(self, number: int) -> None:
-        """See ``LocalWorker``."""
         self._open_stores.pop(number, None)
         await self.folded(LocalWorker.drop_store, number)
 
     def leave_store(self, number: int) -> None:
-        """See ``LocalWorker``."""
         if any(entry.number == number for entry in self._used):
             self._used = tuple(entry for entry in self._used if entry.number != number)
             self.tell(LocalWorker.leave_store, number)
 
     async def close_store(self, number: int) -> None:
-        """See ``LocalWorker``."""
         self._open_stores.pop(number, None)
         await self.folded(LocalWorker.close_store, number)
 
     async def watch_store(self, number: int) -> None:
-        """See ``LocalWorker``."""
         self.keys.watch(number, shared=self._open_stores[number].shared)
         await self.folded(LocalWorker.watch_store, number)
 
     def unwatch_store(self, number: int) -> None:
-        """See ``LocalWorker``."""
         if self.keys.unwatch(number):
             self.tell(LocalWorker.unwatch_store, number)
 
     # looking at it
 
     def meters(self) -> Mapping[str, StageMeter]:
-        """See ``LocalWorker``. An operation takes as long as on the slowest worker; pages and bytes of all workers add
+        """An operation takes as long as on the slowest worker; pages and bytes of all workers add
         up."""
         return self._meters
 
     def queues(self) -> Mapping[str, int]:
-        """See ``LocalWorker``. Counts the operations that have not ended on every worker."""
+        """Counts the operations that have not ended on every worker."""
         counts = dict.fromkeys(self._meters, 0)
         for copies in self._copies.values():
             counts[_STAGES[copies.work.kind]] += len(copies.work.ops)
         return counts
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """See ``LocalWorker``. The counters of other processes are as they last told them."""
+        """The counters of other processes are as they last told them."""
         if self.own is not None:
             self.own.count()
         parts = list(self._counters.values())

@@ -17,7 +17,7 @@ A frame is its length (4 bytes, little endian), followed by so many bytes. Two l
 the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says that
 its sender has closed the link on purpose.
 
-Laws:
+What always holds:
 * Every frame is heard once, whole and in order. ``lost`` is heard at most once, after the last frame, and never from
   within ``begin`` or ``send``.
 * A peer that closes, is silent past the time-out, or sends what is no frame, is lost; nothing of a frame that is not
@@ -40,8 +40,6 @@ import asyncio
 import hmac
 import os
 import secrets
-import socket
-import stat
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -53,6 +51,7 @@ import aiofiles
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
+from asynccache.unix_socket import bound
 from asynccache.worker.messages import Ended, Message, encode
 
 LENGTH = 4
@@ -94,16 +93,17 @@ SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
 class Link(asyncio.Protocol):
     """One end of an authenticated connection. The handshake is read from asyncio's streams; then the link takes the
-    transport over, because a frame that waits for a task is a third slower. ``timeout``: seconds of silence that are a
-    failure, the same at both ends; see ``patience``. ``ended``: True once nothing comes or goes any more, as far as is
-    known here. All calls belong to the thread of its loop.
+    transport over, because a frame that waits for a task is a third slower. All calls belong to the thread of its loop.
 
     Of what comes before ``begin`` about ``LIMIT`` bytes are kept here, so that a peer that is gone is noticed; the rest
-    stays in the socket. ``early``: what came with the handshake."""
+    stays in the socket. ``early``: what came with the handshake.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter, early: bytes, timeout: float) -> None:
         self.timeout = timeout
+        """Seconds of silence that are a failure, the same at both ends; ``patience`` may allow more."""
         self.ended = False
+        """True once nothing comes or goes any more, as far as is known here."""
         self._writer = writer                          # which would close the transport when it is forgotten
         self._transport = cast("asyncio.Transport", writer.transport)
         self._loop = asyncio.get_running_loop()
@@ -205,7 +205,6 @@ class Link(asyncio.Protocol):
         self._timer = self._loop.call_at(min(self._beat_at, silent_at), self._watch)
 
     def data_received(self, data: bytes) -> None:
-        """See ``asyncio.Protocol``."""
         if self.ended or self._leaving:
             return
         self._heard_at = self._loop.time()
@@ -247,12 +246,11 @@ class Link(asyncio.Protocol):
             self._rest = bytearray(data[start:])
 
     def eof_received(self) -> None:
-        """See ``asyncio.Protocol``. Returns None, so the transport closes."""
+        """Returns None, so the transport closes."""
         if self._rest and self._heard is not None:
             self._end(RankFailure("closed the connection in the middle of a frame"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See ``asyncio.Protocol``."""
         if not self._closed.done():
             self._closed.set_result(None)
         self._end(RankFailure("closed the connection" if error is None else f"is gone: {error}"))
@@ -289,12 +287,13 @@ def _deaf(_: bytes) -> None:
 
 
 class Wire:
-    """Sends what one process says over its links. ``links``: those that are used; they may become fewer at any time. A
-    link that ends is no matter of this class. ``failed``: called for a message that cannot be sent, which is the end of
-    the group."""
+    """Sends what one process says over its links. ``failed``: called for a message that cannot be sent, which is the
+    end of the group.
+    """
 
     def __init__(self, links: Iterable[Link], failed: Callable[[RankFailure], None]) -> None:
         self.links = list(links)
+        """The links in use. They may become fewer at any time; a link that ends is no matter of this class."""
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._unsent: list[Message] = []
@@ -527,11 +526,11 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 
 
 class Listener:
-    """Admits ranks that connect; ``open_listener`` makes it. ``address``: where it listens, with the port that the
-    system chose if none was given."""
+    """Admits ranks that connect; ``open_listener`` makes it."""
 
     def __init__(self, secret: bytes, answer: Answer, timeout: float) -> None:
         self.address = ""
+        """Where the head listens, with the port that the system chose if none was given."""
         self._secret = secret
         self._answer = answer
         self._timeout = timeout
@@ -546,9 +545,8 @@ class Listener:
         must follow, also if this fails or is cancelled."""
         # asyncio gives the loop a turn once a server listens; before that it must be known here, for ``aclose``
         if where.path:
-            await _unused(where.path)
             server = await asyncio.start_unix_server(
-                self._came, sock=_private(where.path), limit=LIMIT, start_serving=False
+                self._came, sock=bound(where.path), limit=LIMIT, start_serving=False
             )
         else:
             server = await asyncio.start_server(
@@ -622,35 +620,6 @@ class Listener:
             raise RankFailure("is not authenticated")
         writer.write(_proof(self._secret, b"head", ours, theirs))
         return await _take_frame(reader, MOST_HELLO)
-
-
-async def _unused(path: str) -> None:
-    """Raise ``OSError`` if a process listens at ``path``: a new Unix socket there would take the path away from it."""
-    try:
-        _, writer = await asyncio.open_unix_connection(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return
-    writer.close()
-    raise OSError("somebody listens there")
-
-
-def _private(path: str) -> socket.socket:
-    """Return a Unix socket at ``path`` to which only this user may connect, from the first moment on. Raises
-    ``OSError``: there cannot be a socket at ``path``."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode):
-                os.unlink(path)  # of a head that was killed
-        before = os.umask(0o177)
-        try:
-            made.bind(path)
-        finally:
-            os.umask(before)
-    except BaseException:
-        made.close()
-        raise
-    return made
 
 
 async def open_listener(address: str, secret: bytes | None, answer: Answer, *, timeout: float) -> Listener:

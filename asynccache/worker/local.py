@@ -2,15 +2,15 @@
 ``workers`` uses it directly. Of a group each rank has one, behind a ``RankServer``; its remote methods (``@remote``)
 are then called by messages, and ``WorkerGroup`` has the same methods for all ranks at once.
 
-Laws:
+What always holds:
 * Work is handed over in the order in which the core decided it, with no await in between; each operation in it gets
   exactly one outcome, when every buffer of it is let go.
 * Pages are named by pool, prefix hash and slot. A worker adds what only it knows: bytes, its own part of every page,
   storage keys.
 * A batch of the engine's work is a number to the head. The event that the number stands for stays with the worker.
 * A failure to look up or read a page is an answer (``Result``), and not an exception.
-* Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
-  worker writes.
+* Several workers may hold the same pages. One of them writes these to the stores that they share, and each writes to a
+  store of its own.
 * Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
   mostly finds the rest; the order is no proof of that. Of an operation that has failed, nothing more is written. The
   head decides which backups are written as one batch, and when a batch is given up.
@@ -93,12 +93,13 @@ is how many the last sweep has kept."""
 
 
 class StoreEntry(NamedTuple):
-    """A store that is open. ``number``: what head and worker call it; no later store gets the same number. ``shared``:
-    see ``asynccache.storage.contract.is_shared``; in a group, whether any rank says so."""
+    """A store that is open."""
 
     number: int
+    """What head and worker call the store; no later store gets the same number."""
     options: StoreOptions
     shared: bool
+    """``asynccache.storage.contract.is_shared``; in a group, whether any rank says so."""
 
 
 class Reports(NamedTuple):
@@ -119,11 +120,13 @@ class Reports(NamedTuple):
 @dataclass(slots=True)
 class EmbedderParts:
     """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
-    the embedder made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
+    the embedder made.
+    """
 
     device: Device | None = None
     storage: Storage | None = None
     locate: Callable[[str], Storage] = lambda url: url
+    """Returns what to open for a store's URL; by default the URL itself."""
 
 
 def check_storage(name: str, storage: object) -> None:
@@ -183,7 +186,6 @@ class LocalBatch:
         return f"LocalBatch({self.number}, {'over' if self.done() else 'not over'})"
 
     async def wait(self) -> None:
-        """See ``BatchInFlight``."""
         try:
             await self.event.wait()
         except CopyFailed:
@@ -193,7 +195,6 @@ class LocalBatch:
 
     @property
     def failed(self) -> bool:
-        """See ``BatchInFlight``."""
         return self.event.failed()
 
 
@@ -232,19 +233,19 @@ class LocalBatches:
 
 
 class WriteRun(NamedTuple):
-    """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
-    them to the stores that workers share. ``full``: True if they count as pages of FULL."""
+    """Neighbouring pages of one operation in one pool, which are written together."""
 
     op: int
     ours: bool
+    """True if this worker writes the pages to the stores that workers share."""
     keys: list[PageKey]
     payloads: list[memoryview]
     full: bool
+    """True if the pages count as pages of FULL."""
 
 
 class BatchWrite:
-    """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
-    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
+    """One batch while it is written."""
 
     def __init__(self, tiers: TieredStore, pools: PoolMap, batch: Sequence[WriteOrder]) -> None:
         self._tiers = tiers
@@ -254,8 +255,11 @@ class BatchWrite:
             op: sum(len(slots) // SLOT_BYTES * len(pools.of.get(component, ())) for component, _, slots in pages)
             for op, pages in batch
         }
+        """For each operation, how many pages are not stored yet."""
         self.failed: set[int] = set()
+        """The operations of which a page could not be stored."""
         self.pages = self.full_pages = self.bytes = 0
+        """As in ``StoredBatch``."""
 
     def parts(self, step: int) -> Iterator[list[WriteRun]]:
         """Yield the pages of the pools of one step (``PoolMap.written``), at most ``BATCH_PAGES`` at a time, without
@@ -310,19 +314,22 @@ class BatchWrite:
 
 class LocalWorker:
     """Performs what the head decides. Its calls belong to the thread of the head's loop, except ``engine_event`` and
-    ``hold``. ``mover``: the pools and streams. ``takes_stores``: True if there is a host tier, which stores need.
-    ``layers``: the number of the model's layers, up to the last one that this worker has. ``poison``: what fresh and
-    free pages are filled with in a cache that is debugged; None: they are left as they are. Mutable state: the engine's
-    batches, the stores that are open, by number, and for each that is watched the function that ends the watching."""
+    ``hold``. ``poison``: what fresh and free pages are filled with in a cache that is debugged; None: they are left as
+    they are. Mutable state: the engine's batches, the stores that are open, by number, and for each that is watched the
+    function that ends the watching.
+    """
 
     def __init__(
         self, mover: Mover, pools: PoolMap, tiers: TieredStore, layout: StoreLayout, *, takes_stores: bool,
         own_device: bool, poison: Poison | None = None,
     ) -> None:  # fmt: skip
         self.mover = mover
+        """The pools and streams."""
         self._poison = poison
         self.layers = mover.layers
+        """The number of the model's layers, up to the last one that this worker has."""
         self.takes_stores = takes_stores
+        """True if there is a host tier, which stores need."""
         self._own_device = own_device
         self._map = pools
         self._tiers = tiers
@@ -406,7 +413,7 @@ class LocalWorker:
         raise ConfigError("send_batch: a cache without workers= has one worker, in this process: name events instead")
 
     async def batch_ended(self, number: int) -> None:
-        """Return when batch ``number`` is over on every worker. Cancelling it stops the waiting.
+        """Return when batch ``number`` is over on every worker.
 
         Raises:
             BatchFailed: an engine could not run the batch.
@@ -429,8 +436,7 @@ class LocalWorker:
         (self.backup_host if work.kind is CopyKind.BACKUP else self.load_back).put(work, after)
 
     async def layer(self, op: int, i: int) -> None:
-        """Return when layer ``i`` of the load ``op`` is on the device, or the load has ended. Cancelling it stops the
-        waiting.
+        """Return when layer ``i`` of the load ``op`` is on the device, or the load has ended.
 
         Raises:
             CopyFailed: the load failed.
@@ -480,7 +486,7 @@ class LocalWorker:
     @remote(fold=folds.inspected, at_once=True)
     async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
         """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
-        else those that were taken since. It has looked before anybody else can run. Cancelling it changes nothing."""
+        else those that were taken since. It has looked before anybody else can run."""
         poison = self._poison
         if poison is None:
             raise ConfigError("inspect: the cache was not opened with debug=True")
@@ -515,8 +521,7 @@ class LocalWorker:
 
     @remote(fold=folds.found)
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
-        it changes nothing."""
+        """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page."""
         return [await self._results(pool, hashes) for pool, hashes in asked]
 
     @remote(fold=folds.read)
@@ -594,7 +599,6 @@ class LocalWorker:
 
     @property
     def digest(self) -> bytes:
-        """See ``PoolMap.digest``."""
         return self._map.digest
 
     # stores: each is opened, used, left and closed, and may be watched meanwhile

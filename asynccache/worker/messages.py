@@ -54,9 +54,10 @@ class Answer(Message):
 
 
 class Failed(Answer, tag="failed"):
-    """A call failed. ``kind``: the name of the error's class."""
+    """A call failed."""
 
     kind: str
+    """The name of the error's class."""
     reason: str
 
     def __post_init__(self) -> None:
@@ -67,18 +68,19 @@ class Failed(Answer, tag="failed"):
 
 
 class Ended(Message, tag="ended"):
-    """Works have ended, in this order and all with ``status``, and their buffers are let go. ``works``: the first
-    operation of each."""
+    """Works have ended, in this order and all with ``status``, and their buffers are let go."""
 
     status: Status
     works: list[int]
+    """The first operation of each work."""
 
 
 class BatchOver(Message, tag="over"):
-    """A batch is over. ``error``: why the engine could not run it; empty if it did."""
+    """A batch is over."""
 
     number: int
     error: str = ""
+    """Why the engine could not run it; empty if it did."""
 
     def __post_init__(self) -> None:
         self.error = sendable(self.error)
@@ -93,9 +95,10 @@ class StoreKeys(Message, tag="keys"):
 
 
 class StoreHealth(Message, tag="health"):
-    """``shut``: True if all stores refuse calls."""
+    """A worker's stores refuse calls from now on, or take them again."""
 
     shut: bool
+    """True if all stores refuse calls."""
 
 
 class StoreCounters(Message, tag="counters"):
@@ -162,15 +165,16 @@ def remote(fold: Fold | None = None, *, at_once: bool = False) -> Callable[[F], 
 
 
 class Order(NamedTuple):
-    """A remote method by its ``name``. ``message``: the type of its message, which has the arguments in order; of a
-    call, behind its number. ``answer``: the type of its answer; None: nobody answers. ``fold``, ``at_once``: as for
-    ``remote``."""
+    """A remote method by its ``name``."""
 
     name: str
     message: type[Any]
+    """The type of the method's message, which has the arguments in order; of a call, behind its number."""
     answer: type[Any] | None
+    """The type of the answer; None: nobody answers."""
     fold: Fold | None
     at_once: bool
+    """As in ``remote``, like ``fold``."""
 
 
 def orders_of(*owners: type) -> dict[str, Order]:

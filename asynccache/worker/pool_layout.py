@@ -25,20 +25,19 @@ FULL = int(ComponentKind.FULL)
 
 
 class PoolLayout:
-    """The pools, by component index.
-
-    ``of``: the pools with bytes of each component. ``components``: the indices of the model's components, FULL's first.
-    ``sidecars``: True if the model has pools that derive from FULL.
-    """
+    """The pools, by component index."""
 
     def __init__(self, specs: Sequence[PoolSpec]) -> None:
         solid = [spec for spec in specs if spec.bytes_per_page]
         self.components = tuple(sorted({int(spec.component) for spec in specs}))
+        """The indices of the model's components, FULL's first."""
         self.of = {c: tuple(spec for spec in solid if spec.component == c) for c in self.components}
+        """The pools with bytes of each component."""
         own = tuple(spec for spec in self.of[FULL] if spec.indices_from is None)
         self.lead = own or self.of[FULL]
         self.follow = tuple(spec for spec in self.of[FULL] if spec not in self.lead)
         self.sidecars = any(spec.component == FULL and spec.indices_from is not None for spec in specs)
+        """True if the model has pools that derive from FULL."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(name for name, _ in self.named())})"
@@ -73,13 +72,13 @@ class HostPages(Protocol):
 
 
 class PoolMap(PoolLayout):
-    """The layout, bytes and keys of a worker's pools. ``written``: the pools that are stored, by component, in two
-    steps: first the auxiliary components with the pools that derive from them, and the pools that follow FULL; then the
-    pools that are FULL."""
+    """The layout, bytes and keys of a worker's pools."""
 
     def __init__(self, specs: Sequence[PoolSpec], page_size: int, host: Mapping[str, HostPages]) -> None:
         super().__init__(specs)
         self.written: tuple[Mapping[int, tuple[PoolSpec, ...]], ...]
+        """The pools that are stored, by component, in two steps. First come the auxiliary components with the pools
+        that derive from them, and the pools that follow FULL; then the pools that are FULL."""
         self.written = ({**self.of, FULL: self.follow}, {FULL: self.lead})
         solid = [spec for pools in self.of.values() for spec in pools]
         self._digests = {spec.name: pool_digest(spec, page_size) for spec in solid}
@@ -93,7 +92,7 @@ class PoolMap(PoolLayout):
 
     def key(self, pool: str, page_hash: bytes) -> PageKey:
         """Return the key under which a page of ``pool`` is stored."""
-        return PageKey(pool, storage_key(page_hash, self._digests[pool]))
+        return PageKey(pool, storage_key(page_hash, self._digests[pool], named=self.counts(pool)))
 
     def has(self, pool: str) -> bool:
         """Return True if this worker has bytes of ``pool``."""
@@ -107,8 +106,8 @@ class PoolMap(PoolLayout):
 
     def keys(self, pool: str, hashes: bytes) -> list[PageKey]:
         """Return the keys of several pages of ``pool``, whose ``hashes`` are joined."""
-        digest = self._digests[pool]
-        return [PageKey(pool, storage_key(hashes[at : at + HASH_BYTES], digest))
+        digest, named = self._digests[pool], self.counts(pool)
+        return [PageKey(pool, storage_key(hashes[at : at + HASH_BYTES], digest, named=named))
                 for at in range(0, len(hashes), HASH_BYTES)]
 
     @property

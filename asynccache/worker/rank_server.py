@@ -7,7 +7,7 @@ of another process, at the end of a link; ``connect`` makes one.
 A rank's engine sees a ``RankWorker``: pools, batches, layers to wait for. The head sends the numbers of batches, and
 the engine ends each of them, with an event of the device or without one.
 
-Laws:
+What always holds:
 * A batch is *sent* until the engine has ended it; then it has an *event* until that has fired; then it is *over*, and
   the head is told so, once.
 * The engine gets each batch once, in the order in which they were sent, however it asks for them.
@@ -79,18 +79,20 @@ End = Callable[["EngineBatch", object, str], None]
 
 
 class EngineBatch:
-    """A piece of the engine's work. ``payload``: what ``AsyncCache.send_batch`` was given. ``loads``: the loads that it
-    needs, for ``wait_layers``. ``arriving``: the copies of those loads that had not ended when the engine first asked
-    for a layer; None before that. ``lost``: True once one of the loads has failed here."""
+    """A piece of the engine's work."""
 
     __slots__ = ("_end", "arriving", "loads", "lost", "number", "payload")
 
     def __init__(self, number: int, payload: bytes, loads: tuple[int, ...], end: End) -> None:
         self.number = number
         self.payload = payload
+        """What ``AsyncCache.send_batch`` was given."""
         self.loads = loads
+        """The loads that the batch needs, for ``wait_layers``."""
         self.arriving: Sequence[Copying] | None = None
+        """The copies of those loads that had not ended when the engine first asked for a layer; None before that."""
         self.lost = False
+        """True once one of the loads has failed here."""
         self._end = end
 
     def __repr__(self) -> str:
@@ -386,22 +388,22 @@ class RankWorker:
 
 
 class OpenedRank(NamedTuple):
-    """The pools and stores that a rank has opened. ``layers``: how many layers the model has, up to the last one that
-    this rank has. ``weights``: bytes of a page, for each pool with bytes on this rank. ``stores``: nearest first.
-    ``digest``: what turns a page's hash into its key in the pool whose stored pages stand for FULL; empty if this rank
-    has no bytes of FULL."""
+    """The pools and stores that a rank has opened."""
 
     layers: int
+    """How many layers the model has, up to the last one that this rank has."""
     weights: dict[str, int]
+    """Bytes of a page, for each pool with bytes on this rank."""
     stores: list[StoreEntry]
+    """The stores, nearest first."""
     digest: bytes
+    """What turns a page's hash into its key in the pool whose stored pages stand for FULL; empty if this rank has no
+    bytes of FULL."""
 
 
 class RankServer:
-    """The worker of ``rank``. ``tell``: called with each message for the head. ``local``: the worker that has the pools
-    and stores; None before they are open, and when they are closed. ``batches``: the engine's batches. Other mutable
-    state: works that wait for a batch's event (``_held``), loads in flight, loads that failed, and calls that are under
-    way, with their messages.
+    """The worker of ``rank``. ``tell``: called with each message for the head. Mutable state: works that wait for a
+    batch's event (``_held``), loads in flight, loads that failed, and calls that are under way, with their messages.
     """
 
     def __init__(
@@ -412,7 +414,9 @@ class RankServer:
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
+        """The worker that has the pools and stores; None before they are open, and when they are closed."""
         self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self.die)
+        """The engine's batches."""
         self.worker = RankWorker(self)
         self._given = given
         self._shard = shard
@@ -637,7 +641,7 @@ class RankServer:
         self.batches.add(batch)
 
     def end_batch(self, batch: EngineBatch, event: object | None, error: str) -> None:
-        """See ``EngineBatch.end``. From any thread."""
+        """From any thread."""
         own: Any = None if event is None else self._own.engine_event(event)
         self.batches.take(batch.number)
         if _is_here(self._loop):
@@ -649,7 +653,7 @@ class RankServer:
             raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``LocalWorker.layer``. Raises ``RankFailure``: the worker is closed, or the group has failed, and nobody
+        """Raises ``RankFailure``: the worker is closed, or the group has failed, and nobody
         knows what has arrived."""
         self.batches.check()
         while op in self._held:
@@ -666,9 +670,9 @@ class RankServer:
         self._own.hold(stream, self._arriving(ops), i)
 
     def wait_batch(self, stream: object, batch: EngineBatch, i: int) -> None:
-        """``wait_layers`` for all loads that ``batch`` needs. From any thread: only the loop's thread knows which loads
-        are on the device, so another thread waits for a turn of the loop, once for each batch. Raises as
-        ``wait_layers``."""
+        """Hold later work of the engine's ``stream`` until layer ``i`` of all loads that ``batch`` needs is there. From
+        any thread. Only the loop's thread knows which loads are on the device, so another thread waits for a turn of
+        the loop, once for each batch. Raises as ``wait_layers``."""
         if batch.arriving is None:
             ask = partial(self._arriving, batch.loads)
             batch.arriving = ask() if _is_here(self._loop) else _in_turn(self._loop, ask)
@@ -709,7 +713,6 @@ class RankServer:
             self._tell(m.StoreKeys(store, there, tuple(keys[at : at + KEYS])))
 
     def _note_health(self) -> None:
-        """Tell the head whether all stores refuse calls, if that has changed."""
         local = self.local
         if local is not None and local.shut != self._shut:
             self._shut = local.shut
@@ -821,16 +824,13 @@ class RankProcess(RankServer):
         self._wire.flush()
 
     def be_patient(self, opening: bool) -> None:
-        """See ``RankServer``."""
         self._link.patience(PINNING if opening else None)
 
     def all_open(self) -> None:
-        """See ``RankServer``."""
         if not self._opened.done():
             self._opened.set_result(None)
 
     def group_lost(self, rank: int, reason: str) -> None:
-        """See ``RankServer``."""
         self._end(RankFailure(reason, rank if rank >= 0 else None))
 
     def _begin(self, order: Order, message: Any, call: int, work: Any) -> None:

@@ -1,7 +1,7 @@
 """The ranks of a group: their coordinates, and how their workers come in: one for each rank, of the same version as the
 head. Ranks are numbered as engines number them: tp fastest, then cp, then pp.
 
-Law: a worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
+A worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
 worker's link ends before all have come, another worker of its rank may take its place.
 """
 
@@ -67,11 +67,9 @@ class Topology:
 
 
 class Workers:
-    """The workers of one cache, for ``AsyncCache``. ``own``: the rank of the head's own process; None: it has none.
-    ``timeout``: seconds of silence that are a failure. ``arrival``: for how many seconds the next worker is waited for,
-    from when the cache opens and again from each one that comes. ``address``: where the head listens. Two arguments are
-    for the head's own rank: ``shard``, see ``connect``, and ``locate``, which returns what to use as the store of a
-    URL."""
+    """The workers of one cache, for ``AsyncCache``. Two arguments are for the head's own rank: ``shard``, as for
+    ``connect``, and ``locate``, which returns what to use as the store of a URL.
+    """
 
     def __init__(
         self, topology: Topology, *, own: int | None = 0, timeout: float = TIMEOUT, arrival: float = ARRIVAL,
@@ -79,11 +77,16 @@ class Workers:
     ) -> None:  # fmt: skip
         self.topology = checks.instance("topology", topology, Topology)
         self.own = None if own is None else checks.integer("own", own, 0, topology.ranks - 1)
+        """The rank of the head's own process; None: it has none."""
         self.timeout = checks.number("timeout", timeout, above=0)
+        """Seconds of silence that are a failure."""
         self.arrival = checks.number("arrival", arrival, above=0)
+        """For how many seconds the next worker is waited for, from when the cache opens and again from each one that
+        comes."""
         self.shard = None if shard is None else checks.function("shard", shard)
         self.locate = locate
         self.address = ""
+        """Where the head listens."""
         self._links: dict[int, Link] = {}
         self._came = asyncio.Event()
         self._taken = self._complete = self._closed = False

@@ -1,19 +1,18 @@
 """The transfer stages between a device and its host: ``backup_host`` (device to host) and ``load_back`` (host to
 device, and the private copies on the device); what their tasks wait at (``Inbox``), and what all stages count
-(``StageMeter``). The other two stages write to the stores and read from them: see ``LocalWorker.store`` and ``read``.
+(``StageMeter``). The other two stages write to the stores and read from them: ``LocalWorker.store`` and ``read``.
 
 The stages here have queues, and tasks that serve them. Queues have no bound, because the core bounds the operations in
-flight. Laws:
+flight.
 
-* Whenever its task wakes up, ``backup_host`` copies all backups that wait, as one copy. The event of this copy decides
-  every operation in it.
-* A submission of ``load_back`` is one copy for all loads that wait, layer by layer, and the private copies behind it.
-  Private copies run on a stream of their own, and each waits for the load that it needs.
-* A submission is a plain function: ``wait_layers`` needs the event of a layer at once, so it submits what is queued and
+* Whenever its task wakes up, ``backup_host`` copies all backups that wait, as one copy, whose event decides every
+  operation in it.
+* ``load_back`` submits all loads that wait as one copy, layer by layer, and the private copies behind it. If the copy
+  fails, every load in it fails: an engine whose work was ordered behind its layers may have read them. Private copies
+  run on a stream of their own, and each waits for the load that it needs.
+* To submit is a plain function: ``wait_layers`` needs the event of a layer at once, so it submits what is queued and
   does not wait for the stage's task.
 * The counters of ``load_back`` are about loads alone: a private copy brings nothing from the host.
-* If the copy for several loads fails, every load in it fails: an engine whose work was ordered behind its layers may
-  have read them.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class ChangeSignal:
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for. Cancelling
-        it stops the waiting."""
+        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for."""
         await self._event.wait()
 
     def tell(self) -> None:
@@ -113,15 +111,16 @@ class Latency(NamedTuple):
 
 
 class StageStats(NamedTuple):
-    """Counters of one transfer stage. ``pages``: of all pools, but for copies between device and host in a cache
-    without ``workers`` of all components; ``full_pages``: of FULL, so that each stands for ``page_size``
-    tokens. ``errors``: operations that failed (prefetch: pages)."""
+    """Counters of one transfer stage."""
 
     ops: int
     pages: int
+    """Pages of all pools; but of all components for copies between device and host in a cache without ``workers``."""
     full_pages: int
+    """Pages of FULL, each of which stands for ``page_size`` tokens."""
     bytes: int
     errors: int
+    """Operations that failed (prefetch: pages)."""
     latency_ms: Latency
 
 
@@ -130,12 +129,13 @@ BOUNDS_MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0
 
 class Histogram(NamedTuple):
     """A histogram of the latencies of operations. ``counts[i]``: those that took at most ``bounds_ms[i]`` and longer
-    than the bound before; the last count: those that took longer than every bound. ``total_ms``: the sum of all
-    latencies."""
+    than the bound before; the last count: those that took longer than every bound.
+    """
 
     bounds_ms: tuple[float, ...]
     counts: tuple[int, ...]
     total_ms: float
+    """The sum of all latencies."""
 
 
 class StageMeter:
@@ -262,15 +262,16 @@ class BackupHostStage:
 
 
 class Copying(NamedTuple):
-    """A work that is on the device. ``layers[i]``: fires when layer i of it is there; empty for a private copy.
-    ``done``: fires when all is there. ``needs``: fires when the load that a private copy is made of is there; None: it
-    has ended, or there is none. ``at``: when it was queued, in seconds of ``perf_counter``."""
+    """A work that is on the device. ``layers[i]``: fires when layer i of it is there; empty for a private copy."""
 
     work: Work
     layers: Sequence[Event]
     done: Event
+    """Fires when all is there."""
     needs: Event | None
+    """Fires when the load that a private copy is made of is there; None: it has ended, or there is none."""
     at: float
+    """When it was queued, in seconds of ``perf_counter``."""
 
     def layer(self, i: int) -> Event:
         """Return the event of layer ``i``. A private copy arrives as a whole."""

@@ -1,12 +1,13 @@
 """Knows which pages the watched stores of all workers have, and reports them by the keys of one worker.
 
-A worker's stores know a page by a key that depends on the worker's shard. The head can compute every worker's key of a
-page once it has the page's hash. So the keys that workers tell are kept, and compared when the head *names* a page,
-which is when it asks for the page, reads it or has stored it.
+A worker's stores know a page by a key that depends on the worker's shard. From a page's hash the head can compute every
+worker's key of it. So it keeps the keys that workers tell, and compares them when it *names* a page: when it asks for
+the page, reads it or has stored it.
 
-Law: a page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with
-bytes of FULL is a writer; in a shared store, workers that hold the same bytes are one writer. Such a writer has a page
-as long as one of its ranks says so: what one of them has lost, another may have stored anew before that was heard.
+A page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with bytes
+of FULL is a writer; but in a shared store, workers that hold the same bytes are one writer together. That writer has a
+page as long as one of its ranks says so: what one of them has lost, another may have stored anew before the loss was
+heard.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ Report = Callable[[int, bool, Sequence[bytes]], None]
 
 
 class _Store:
-    """One watched store. ``writers``: for each writer its digest, and its ranks. ``has``: the keys that each rank has,
-    as it says; the only rank of the only writer is believed without. ``told``: the keys of the pages that were reported
-    as being there."""
+    """One watched store."""
 
     def __init__(self, digests: Mapping[int, bytes], *, shared: bool) -> None:
         ranks: dict[Hashable, list[int]] = {}
         for rank, digest in sorted(digests.items()):
             ranks.setdefault(digest if shared else rank, []).append(rank)
         self.writers = [(digests[own[0]], own) for own in ranks.values()]
+        """The digest and the ranks of each writer."""
         self.has: dict[int, set[bytes]] = {rank: set() for rank in digests}
+        """The keys that each rank says it has. Not kept where one rank is the only writer, which is believed."""
         self.told: set[bytes] = set()
+        """The keys of the pages that were reported as being there."""
 
     def holds(self, ranks: Sequence[int], key: bytes) -> bool:
         """Return True if one of ``ranks`` has ``key``."""
@@ -38,12 +40,13 @@ class _Store:
 
 
 class WatchedKeys:
-    """The keys of the watched stores of all ranks. ``digests``: for each rank with bytes of FULL, the digest that turns
-    a page's hash into that rank's key. ``report(store, there, keys)``: called with the pages that a store has got
-    (``there``) or lost; ``keys`` are those of the lowest rank in ``digests``."""
+    """The keys of the watched stores of all ranks. ``report(store, there, keys)``: called with the pages that a store
+    has got (``there``) or lost; ``keys`` are those of the lowest rank in ``digests``.
+    """
 
     def __init__(self, report: Report) -> None:
         self.digests: dict[int, bytes] = {}
+        """For each rank with bytes of FULL, the digest that turns a page's hash into that rank's key."""
         self._report = report
         self._stores: dict[int, _Store] = {}
         self._named: dict[bytes, bytes] = {}

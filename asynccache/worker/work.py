@@ -18,15 +18,15 @@ class CopyKind(IntEnum):
 
 
 class Work(NamedTuple):
-    """One copy of a plan. Its operations ``ops`` end together; only a backup has more than one. ``moves``: what they
-    copy. ``source``: the load whose pages a private copy is made of; 0: no load. ``after``: the numbers of the batches
-    that must be over, on the device, before the copy begins."""
+    """One copy of a plan. Its operations ``ops`` end together; only a backup has more than one."""
 
     kind: CopyKind
     ops: tuple[int, ...]
     moves: tuple[Move, ...]
     source: int = 0
+    """The load whose pages a private copy is made of; 0: no load."""
     after: tuple[int, ...] = ()
+    """The numbers of the batches that must be over, on the device, before the copy begins."""
 
 
 class StoreQuestion(NamedTuple):
@@ -53,13 +53,14 @@ class PageQuestion(NamedTuple):
 
 
 class PageBytes(NamedTuple):
-    """What pages hold, in the order of their slots. ``sums``: a checksum of each, of as many bytes as of every other.
-    ``tokens``: the bits of each token (``asynccache.memory.poison``), as many for a page as for every other; empty: no
-    pool here has bytes. ``untouched``: the layers in which nobody has written any of them."""
+    """The content of pages, in the order of their slots."""
 
     sums: bytes
+    """A checksum of each page, all of the same length."""
     tokens: bytes
+    """The bits of each token (``asynccache.memory.poison``), as many for each page; empty: no pool here has bytes."""
     untouched: list[str]
+    """The layers in which nobody has written any of the pages."""
 
 
 class DamagedPage(NamedTuple):
@@ -86,14 +87,16 @@ class WriteOrder(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """The outcome of a batch of backups. ``failed``: the operations of which at least one page was not stored.
-    ``pages``: how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them count
-    as pages of FULL (``PoolLayout.counts``)."""
+    """The outcome of a batch of backups."""
 
     failed: frozenset[int]
+    """The operations of which at least one page was not stored."""
     pages: int
+    """How many pages were stored, of all pools."""
     full_pages: int
+    """How many of the pages count as pages of FULL (``PoolLayout.counts``)."""
     bytes: int
+    """The size of the pages."""
 
 
 class BatchInFlight(Protocol):
@@ -113,9 +116,9 @@ class BatchInFlight(Protocol):
         ...
 
     async def wait(self) -> None:
-        """Return when the batch is over. Cancelling it stops the waiting."""
+        """Return when the batch is over."""
         ...
 
     async def settled(self) -> None:
-        """Return when the batch is over, or has failed. Cancelling it stops the waiting."""
+        """Return when the batch is over, or has failed."""
         ...

@@ -36,9 +36,10 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class MemorySettings(Settings, frozen=True):
-    """The options in a URL. ``capacity``: as for ``MemoryBackend``."""
+    """The options in a URL."""
 
     capacity: Size = MOST_SIZE
+    """Bytes of headers and payloads that the store may hold."""
 
 
 class MemoryBackend:
@@ -115,7 +116,7 @@ class MemoryBackend:
         return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._evicted}
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all stored pages, the least recently used first. Cancelling it changes nothing."""
+        """Yield all stored pages, the least recently used first."""
         self._check_open()
         keys = list(self._stored)
         for at in range(0, len(keys), LISTED):

@@ -61,7 +61,9 @@ class Routes:
                       "max_model_len": served.context}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card]})
+        """The one model. ``kv_blocks`` is not OpenAI's: it tells routers how KV events name the blocks of a prompt."""
+        card = {**self._card, "kv_blocks": await self._service.block_names()}
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self._card["id"]:

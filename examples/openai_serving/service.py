@@ -327,6 +327,19 @@ class Service:
         """
         return (await self.served.path.ask(lambda cache: cache.explain(tokens, namespace))).plain()
 
+    async def block_names(self) -> Mapping[str, Any]:
+        """What a router needs to name blocks as the cache's KV events do: arguments of
+        ``asynccache.events.prompt_blocks``.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+
+        async def named(cache: AsyncCache) -> Mapping[str, Any]:
+            return {"model": cache.config.model, "page_size": cache.config.page_size}
+
+        return await self.served.path.ask(named)
+
     async def statistics(self) -> Mapping[str, Any]:
         """The numbers of requests and all counters of the cache, as plain values.
 

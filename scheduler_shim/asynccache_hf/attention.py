@@ -47,10 +47,10 @@ PADDED = 2
 
 
 class StepRow(NamedTuple):
-    """One request in a step, which computes the request's tokens ``start`` to ``stop``. ``tables``: its page tables, by
-    component."""
+    """One request in a step, which computes the request's tokens ``start`` to ``stop``."""
 
     tables: Mapping[str, Pages]
+    """The request's page tables, by component."""
     start: int
     stop: int
 
@@ -60,20 +60,22 @@ class StepRow(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Requests that are computed in one call, each as one row of it. ``tokens``: the numbers of their tokens in the
-    step, ``[rows * new]``. ``read``: the places of the tokens that each row attends to, ``[rows * seen]``. ``mask``:
-    ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
+    """Requests that are computed in one call, each as one row of it."""
 
     tokens: torch.Tensor
+    """The numbers of the requests' tokens in the step, ``[rows * new]``."""
     read: torch.Tensor
+    """The places of the tokens that each row attends to, ``[rows * seen]``."""
     rows: int
     mask: torch.Tensor | None
+    """``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
 
 
 class StepPlan(NamedTuple):
-    """A step, for the layers of one component. ``write``: the places of all new tokens."""
+    """A step, for the layers of one component."""
 
     write: torch.Tensor
+    """The places of all new tokens."""
     groups: tuple[RowGroup, ...]
 
 
@@ -86,7 +88,9 @@ def planned(
         starts.append(at)
         at += row.stop - row.start
     write = np.concatenate([row.places(component, np.arange(row.start, row.stop), page_size) for row in rows])
-    seen = [_seen(row, window) for row in rows]
+    seen = [row.stop for row in rows]  # how many tokens each row attends to, the new ones included
+    if window is not None:
+        seen = [min(row.stop, row.stop - row.start + window - 1) for row in rows]
     together = [[i] for i, row in enumerate(rows) if row.stop - row.start > 1]
     ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: seen[i])
     together += _alike(ones, seen)
@@ -190,7 +194,7 @@ def replace_attention() -> None:
 
 
 def _own_eager(module: Any, *args: Any, **given: Any) -> Any:
-    """What ``eager`` is for this module: for calls of the model in other threads while it asks for ``EAGER``."""
+    """The ``eager`` of this module itself: for calls of the model in other threads while it asks for ``EAGER``."""
     return _eager_of(module)(module, *args, **given)
 
 
@@ -231,11 +235,6 @@ def named_eager(layers: Sequence[dict[str, Any]]) -> Iterator[None]:
 # groups
 
 
-def _seen(row: StepRow, window: int | None) -> int:
-    """Return how many tokens ``row`` attends to, the new ones included."""
-    return row.stop if window is None else min(row.stop, row.stop - row.start + window - 1)
-
-
 def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
     """Yield runs of ``ones``, in the order of their lengths, such that no request of a run is padded too much."""
     group: list[int] = []
@@ -270,7 +269,6 @@ def _computed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return a group's attention, ``[rows, heads, new, width]``."""
     rows, heads, new, _ = query.shape
     shared = heads // key.shape[1]
     if new == 1 and shared > 1 and sinks is None:  # heads that share keys become further queries of one head

@@ -4,14 +4,14 @@ was computed with others.
 ``ModelIdentity`` names them. The weights as they are at first are part of the model's name. Everything that may change
 later gives a namespace: the active adapters, by their names, weights and settings, and weights or a configuration that
 were changed. It is found out anew for each request, so pages are missed, not served, when something is different, and
-hit again when it is as it was. Weights that somebody has named are not read at first, so once they have changed they
-are not known again: what was cached before the change stays a miss.
+hit again when it is as it was. Weights that the caller has named are not read at first, so once they have changed they
+cannot be recognized: what was cached before the change stays a miss.
 
-Law: two names are equal only if weights, buffers, configuration and adapters are. A tensor is read again only if it
-seems to have changed. Three things tell: torch's own count of changes in place, where its data lies, and a few of its
-numbers. The numbers find what is done through ``tensor.data``, which torch does not count; there a change that leaves
-all of these few alone stays unseen. So do changes of what is neither: attributes of layers, hooks, and the frequencies
-of rotary embeddings that change theirs by themselves.
+Two names are equal only if weights, buffers, configuration and adapters are. To be quick, a tensor is read again only
+if it seems to have changed. Three things tell: torch's own count of changes in place, where its data lies, and a few of
+its numbers. The numbers catch what is done through ``tensor.data``, which torch does not count. What stays unseen is
+such a change that leaves these few numbers alone, and any change of what is neither weight nor setting: attributes of
+layers, hooks, and the frequencies of rotary embeddings that change theirs by themselves.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ def _check_adapter(name: str, config: Any) -> None:
 
 
 class Parts(NamedTuple):
-    """The tensors of a model: those that it has without adapters, and those of each adapter. ``states``: how each layer
-    that uses adapters does so; ``active``: the names of those that are used anywhere."""
+    """The tensors of a model: those that it has without adapters, and those of each adapter."""
 
     weights: list[torch.Tensor]
     adapters: dict[str, list[torch.Tensor]]
     states: list[tuple[Any, ...]]
+    """For each layer that uses adapters, which ones and how."""
     active: set[str]
+    """The names of the adapters that any layer uses."""
 
 
 def parts_of(model: Any) -> Parts:

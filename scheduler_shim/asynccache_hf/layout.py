@@ -29,13 +29,15 @@ UNEVEN = "2"
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool. ``source``: the component whose slots it uses. ``covers``: for each of the pool's layers the layer of
-    the model that it belongs to. ``layer_bytes``: the bytes of a page, or of a state, in one of the pool's layers."""
+    """One pool."""
 
     name: str
     source: str
+    """The component whose slots the pool uses."""
     covers: tuple[int, ...]
+    """For each of the pool's layers the layer of the model that it belongs to."""
     layer_bytes: int
+    """The bytes of a page, or of a state, in one of the pool's layers."""
     dtype: str
 
     @property
@@ -66,10 +68,6 @@ class LayerPlan:
 class Layout:
     """A model's layers and the pools that they need, as ``describe`` found them. ``model`` names the weights;
     ``window`` is the longest of the sliding windows, or 0.
-
-    ``kind``: transformers' class of the model's cache. ``limit``: the most tokens that a request may have, prompt and
-    output, or None (see ``description.longest``). ``one_by_one``: a call that goes on after recurrent states computes
-    one token, since the model forgets them otherwise. ``packed``: several requests may be computed in one call.
     """
 
     model: str
@@ -78,9 +76,14 @@ class Layout:
     pools: tuple[PoolPlan, ...]
     layers: tuple[LayerPlan, ...]
     kind: type = DynamicCache
+    """Transformers' class of the model's cache."""
     limit: int | None = None
+    """The most tokens that a request may have, prompt and output; None: no limit is known (``description.longest``)."""
     one_by_one: bool = False
+    """True if a call that goes on after recurrent states must compute one token: in a longer one the model forgets
+    them."""
     packed: bool = False
+    """True if several requests may be computed in one call."""
 
     def new_cache(self, config: Any) -> Any:
         """An empty cache of transformers for a model with this ``config``."""

@@ -1,6 +1,6 @@
 """The data that a pool's page holds for one layer of the model, and how it is read and written there.
 
-Law: a *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
+A *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
 entry (its rate), the state at a page's end (the page). A unit is in the page of its last token. So a whole page has
 every unit that was complete at the page's end, and it never changes again.
 """
@@ -39,11 +39,11 @@ class UnitField(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The data that one layer of the model keeps in one pool. ``source``: the component whose page table finds its
-    pages."""
+    """The data that one layer of the model keeps in one pool."""
 
     pool: str
     source: str
+    """The component whose page table finds the track's pages."""
     stride: int
     fields: tuple[UnitField, ...]
 

@@ -1,6 +1,6 @@
 """``PagedModel``: forward calls of a transformers model whose cache lives in pages.
 
-Law: the pages are the only truth. Every call builds the model's cache from pages and writes the new data back. From one
+The pages are the only truth. Every call builds the model's cache from pages and writes the new data back. From one
 call to the next a request carries over only the data that a page has not before it is whole (its tails). So any request
 that has whole pages can go on from their end.
 

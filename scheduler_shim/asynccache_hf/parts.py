@@ -32,13 +32,14 @@ class CallSpan(NamedTuple):
 
 
 class LayerPart(ABC):
-    """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``TrackMemory``, in that
-    order. ``window``: the tokens of a sliding window; None: there is none. ``has_tail``: True if a request that goes on
-    within a page needs data that is not in the page."""
+    """One kind of data of one layer."""
 
     tracks: tuple[Track, ...]
+    """Where the data is kept; the methods get the ``TrackMemory`` of each track, in this order."""
     window: int | None = None
+    """The tokens of a sliding window; None: there is none."""
     has_tail = False
+    """True if a request that goes on within a page needs data that is not in the page."""
 
     def of(self, cache: Any, index: int) -> Any:
         """Return the object that the other methods are given as ``layer``: the cache's layer number ``index``, which is
@@ -224,7 +225,7 @@ class LightningMatrix(Recurrent):
 # `compressed_kv` has the entries; `buffer_kv` and `buffer_gate` have the tokens that do not fill an entry yet. If
 # entries overlap, `overlap_kv` and `overlap_gate` have the tokens of the last entry, which the next entry needs too.
 #
-# Laws. An entry belongs to the page of its last token. The state with which a compressor goes on from a page's end is
+# An entry belongs to the page of its last token. The state with which a compressor goes on from a page's end is
 # in the window's page, so it is evicted and loaded with that page. In the middle of a page this state is only in the
 # request that computes there (its tail).
 
@@ -257,9 +258,10 @@ Tail = Mapping[str, CompressorState]
 
 
 class CompressorInput(NamedTuple):
-    """The input of one compressor in one call. ``before``: the state at the start of the call."""
+    """The input of one compressor in one call."""
 
     before: Tail
+    """The state at the start of the call."""
     raw: Calls
     entries: Calls
     overlaps: Calls

@@ -6,7 +6,7 @@ publishes what that cache has in the end. The event loop of the cache is in a th
 calling thread. Several rows that want their likeliest tokens, and nothing that only transformers does, are requests to
 the scheduler; other rows are generated one after the other.
 
-Law: pages are given back when transformers has returned, also if it raised an error.
+Pages are given back when transformers has returned, also if it raised an error.
 """
 
 from __future__ import annotations
@@ -144,7 +144,13 @@ class PrefixCache(CachedModel):
                 for _ in range(copies)]  # fmt: skip
         made = None
         if len(rows) > 1:
-            _refuse_rows(options, settings)
+            for name, why in REFUSED_FOR_ROWS.items():
+                if options.get(name) is not None:
+                    raise ConfigError(f"{name}: {why}")
+            if settings.return_dict_in_generate:
+                raise ConfigError(
+                    "return_dict_in_generate=True: several rows have no single such answer; ask one at a time"
+                )
             made = self._together(rows, asked)
         if made is None:
             made = [self._row(row, pads, asked) for row, pads in rows]
@@ -353,17 +359,21 @@ async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint
 
 class _Asked(NamedTuple):
     """A call of ``PrefixCache.generate``: its options for transformers, and the generation configuration that they
-    make. ``namespace``: the caller's namespace. ``key``: the namespace in which its prompts are cached. ``now``: the
-    model's identity when it began. ``typed``: True if the model is given ``token_type_ids``. ``began``: by
-    ``time.monotonic``."""
+    make.
+    """
 
     options: Mapping[str, Any]
     settings: Any
     namespace: str | bytes | None
+    """The caller's namespace."""
     key: str | bytes | None
+    """The namespace in which the call's prompts are cached."""
     now: str
+    """The model's identity when the call began."""
     typed: bool
+    """True if the model is given ``token_type_ids``."""
     began: float
+    """When the call began, by ``time.monotonic``."""
 
     def bounded(self, length: int, pads: int) -> tuple[dict[str, Any], int]:
         """Return the options of a row of ``length`` tokens that is to be generated now, and how many tokens it may get.
@@ -412,15 +422,6 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ConfigError(f"generation mode {mode.value!r}: it uses the cache in ways that are not known")
     return settings
-
-
-def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
-    """Refuse options that make sense for a single row only."""
-    for name, why in REFUSED_FOR_ROWS.items():
-        if options.get(name) is not None:
-            raise ConfigError(f"{name}: {why}")
-    if settings.return_dict_in_generate:
-        raise ConfigError("return_dict_in_generate=True: several rows have no single such answer; ask one at a time")
 
 
 def _mask(ids: torch.Tensor, given: Any, settings: Any) -> torch.Tensor:

@@ -40,12 +40,13 @@ whose experts have nearly equal scores may be sent to other experts."""
 
 
 class TrialEnds(NamedTuple):
-    """The places where the trial's requests end. ``early`` and ``late``: the ends of whole pages that requests go on
-    from. ``stop``: all tokens of the trial."""
+    """The places where the trial's requests end."""
 
     early: int
     late: int
+    """Like ``early``, the end of a whole page that requests go on from."""
     stop: int
+    """How many tokens the trial has."""
 
 
 class TrialDifference(NamedTuple):
@@ -105,11 +106,6 @@ def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
         # With states, rounding may hide that one was lost: then the safer way is tried as well.
         if missed[-1][0].error <= tolerance(model) and not (half and way.recurrent and not way.one_by_one):
             return way
-    return _chosen(model, missed, expected)
-
-
-def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], expected: ExpectedLogits) -> Layout:
-    """The first way that is about as right as the best one."""
     best = min(worst.error for worst, _ in missed)
     for worst, way in missed:
         if worst.error <= min(tolerance(model), 2 * best + 1e-4):
@@ -163,7 +159,7 @@ class TrialPool:
         return self._layers[i]
 
     def leave_gaps(self) -> None:
-        """See ``DevicePool``. Nobody looks for them here."""
+        """Nobody looks for gaps here."""
 
 
 def trial_pools(model: Any, layout: Layout, pages: int) -> dict[str, TrialPool]:

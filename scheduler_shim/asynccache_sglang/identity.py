@@ -4,6 +4,12 @@ keys.
 SGLang's keys are hashes of tokens (and of what it calls ``extra_key`` and ``cache_salt``). They say nothing of the
 model, its weights, the dtype, the layout or the ranks. The namespace has those facts that all pools of a process share.
 A suffix of every key has the facts of its pool.
+
+SGLang's version is among a pool's facts only where the others do not decide the order of its bytes. A version changes
+values by rounding, as another GPU does; the order of a page it could change unseen. For K and V in rows of heads
+(``MHATokenToKVPoolHost``), and for latent rows (``MLATokenToKVPoolHost``), the host pool's layout has a name, and its
+parts have their sizes in the key. Recurrent states, indexers, compressed KV, packed formats and pools of drafts are the
+business of the version that wrote them.
 """
 
 from __future__ import annotations
@@ -11,13 +17,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asynccache.errors import ConfigError
 from asynccache.storage import weights_digest
 from asynccache_sglang.options import SglangOptions
 
 SUFFIX_BYTES = 16
+NAMED_POOL = "kv"
+"""The pool whose pages routers are told of; SGLang's ``PoolName.KV``."""
 
 FORMATS = frozenset(
     {"auto", "pt", "safetensors", "instanttensor", "npcache", "sharded_state", "presharded", "gguf", "bitsandbytes",
@@ -46,6 +54,9 @@ class ServerOptions(NamedTuple):
     json_model_override_args: str | None = None
 
 
+PLAIN = frozenset({None, "auto", "float16", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"})
+"""The ``kv_cache_dtype``s of which a number is a value, without codes or scales beside it."""
+
 COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
                  "json_model_override_args")  # fmt: skip
 """The fields of ``ServerOptions`` that change the values which the same weights compute."""
@@ -68,13 +79,15 @@ class ModelShard(NamedTuple):
 
 class PageMake(NamedTuple):
     """The make of a pool's pages. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its parts,
-    in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
+    in their order. ``sharded``: each rank of a tensor parallel group has pages of its own. ``sglang``: the version that
+    decides what else there is to know; None: nothing is."""
 
     layout: str
     dtypes: tuple[str, ...]
     page_size: int
     parts: tuple[int, ...]
     sharded: bool
+    sglang: str | None = None
 
 
 def weights(options: SglangOptions, server: ServerOptions) -> str:
@@ -106,10 +119,36 @@ def weights(options: SglangOptions, server: ServerOptions) -> str:
     )
 
 
+def order_is_known(host_pool: Any, kv_cache_dtype: str | None) -> bool:
+    """Return True if its layout, sizes and dtypes decide the order of bytes in the pages of one of SGLang's host pools.
+    What a pool does not say about itself counts as not known."""
+    if kv_cache_dtype not in PLAIN or getattr(host_pool, "storage_format_tag", "") is not None:
+        return False
+    kind = type(host_pool).__name__
+    if kind == "MHATokenToKVPoolHost":
+        infos: Sequence[Any] = getattr(host_pool, "_buffer_infos", ())
+        return len(infos) == 1 and infos[0].scales is None and getattr(host_pool, "head_group_num", 0) == 1 and (
+            rows_of(host_pool) == "nhd")  # fmt: skip
+    if kind == "MLATokenToKVPoolHost":
+        width = getattr(host_pool, "kv_lora_rank", 0) + getattr(host_pool, "qk_rope_head_dim", 0)
+        return (
+            getattr(host_pool, "dsa_kv_cache_store_fp8", True) is False
+            and getattr(host_pool, "kv_cache_dim", None) == width
+            and getattr(host_pool, "layer_num", 0) == getattr(host_pool, "target_layer_num", None)
+        )
+    return False
+
+
+def rows_of(host_pool: Any) -> str | None:
+    """The order of K and V on the device, which a pool's pages keep; None if the pool does not say."""
+    infos = getattr(host_pool, "_buffer_infos", None)
+    return str(infos[0].buffers.layout.value) if infos else None
+
+
 def namespace(weights: str, model_name: str | None, server: ServerOptions, shard: ModelShard) -> str:
     """The namespace of all pages of this process, as readable text."""
     return json.dumps({
-        "engine": f"sglang {server.sglang}", "weights": weights, "model": model_name,
+        "engine": "sglang", "weights": weights, "model": model_name,
         "computed with": {name: getattr(server, name) for name in COMPUTED_WITH},
         "pp": [shard.pp_rank, shard.pp_size], "cp": [shard.cp_rank, shard.cp_size],
         "dcp": [shard.dcp_rank, shard.dcp_size], "replicated": shard.replicated,
@@ -119,10 +158,21 @@ def namespace(weights: str, model_name: str | None, server: ServerOptions, shard
 def suffix(kind: PageMake, shard: ModelShard) -> bytes:
     """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
-    facts = json.dumps([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])
+    facts = json.dumps([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp, kind.sglang])
     return hashlib.sha256(facts.encode()).digest()[:SUFFIX_BYTES]
 
 
 def page_keys(keys: Sequence[str], behind: bytes) -> list[bytes]:
     """The stores' keys for SGLang's ``keys``, each with the suffix ``behind``."""
     return [key.encode() + behind for key in keys]
+
+
+def block_named(pool: str, key: bytes) -> int | None:
+    """Return the hash by which SGLang's KV events name the block of a page of KV: the first 64 bits of its hash, as a
+    signed number. None: a page of another pool, or a key that is no hash."""
+    if pool != NAMED_POOL:
+        return None
+    try:
+        return int.from_bytes(bytes.fromhex(key[:16].decode()), "big", signed=True)
+    except ValueError:
+        return None

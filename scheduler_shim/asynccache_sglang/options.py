@@ -32,6 +32,8 @@ class SglangOptions:
         storage: URLs of the stores, the nearest first. ``{tp_rank}``, ``{pp_rank}``, ``{dp_rank}`` and ``{cp_rank}`` in
             them become this rank's numbers.
         namespace: a text of the user's that stands for the weights in every key; None: a digest of the weights' files.
+        compatible_with: the version of SGLang that stands in the keys in place of this one, where a version does; None:
+            this one. The user says with it that both store the same bytes.
         model: the folder of the weights, or their name on the hub; None: the server's own ``--model-path``.
         timeout: seconds after which a batch of pages that are read or written is given up.
         lookup_timeout: seconds after which asking the stores for pages is given up.
@@ -46,9 +48,10 @@ class SglangOptions:
     lookup_timeout: float = 1.0
     staging: int = STAGING
     store_options: Mapping[str, str] = field(default_factory=dict)
+    compatible_with: str | None = None
 
 
-OURS = ("storage", "namespace", "model", "timeout", "lookup_timeout", "staging", "store_options")
+OURS = ("storage", "namespace", "compatible_with", "model", "timeout", "lookup_timeout", "staging", "store_options")
 
 
 def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
@@ -74,6 +77,8 @@ def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
     for name in ("namespace", "model"):
         if given.get(name) is not None:
             made[name] = checks.text(name, given[name], empty=False)
+    if (compatible := given.get("compatible_with")) is not None:
+        made["compatible_with"] = checks.version("compatible_with", compatible)
     for name in ("timeout", "lookup_timeout"):
         if given.get(name) is not None:
             made[name] = checks.number(name, given[name], above=0)

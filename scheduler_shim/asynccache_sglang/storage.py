@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from math import inf
 from threading import RLock
 from typing import Any
 
@@ -30,7 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import Pages, Result
+from asynccache.storage import Hint, Pages, RequestHints, Result, read_hints
 from asynccache_sglang import identity
 from asynccache_sglang.hits import PoolPresence, fold, leading
 from asynccache_sglang.moves import GRACE, MoveDirection, OpenedPool, PoolMove, StagingRows, move
@@ -58,9 +59,9 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """SGLang calls this; ``kwargs`` is not used, and empty in the versions that this was tested with."""
         self.options = resolve(storage_config.extra_config)
         self.shard = _shard(storage_config)
-        server = _server()
+        self._server = _server()
         self.namespace = identity.namespace(
-            identity.weights(self.options, server), storage_config.model_name, server, self.shard
+            identity.weights(self.options, self._server), storage_config.model_name, self._server, self.shard
         )
         ranks = {
             "tp_rank": storage_config.tp_rank, "pp_rank": storage_config.pp_rank,
@@ -75,6 +76,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages: Pages | None = None
         self._closed = False
         self._warned: dict[str, float] = {}
+        self.hint_counts: Counter[str] = Counter()
 
     # SGLang's pools
 
@@ -97,6 +99,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many KV pages are stored before the first one that is not."""
+        self._prefetch(keys, [KV], extra_info)
         return leading(self._there(keys, [KV])[KV])
 
     def batch_get_v1(
@@ -109,7 +112,12 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store KV pages. Returns for each page whether it is stored."""
-        return self._move(MoveDirection.OUT, [(KV, keys, host_indices)])[0]
+        hints = self._hints(extra_info)
+        if hints is not None and hints.skip_store:
+            return [False] * len(keys)
+        stored = self._move(MoveDirection.OUT, [(KV, keys, host_indices)])[0]
+        self._tell_stores(hints, KV, keys, extra_info)
+        return stored
 
     # pages of several pools
 
@@ -119,6 +127,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> PoolTransferResult:  # fmt: skip
         """Return which prefixes of ``keys`` can be restored; see ``hits``."""
         transfers = pool_transfers or []
+        self._prefetch(keys, [KV, *(str(one.name) for one in transfers)], extra_info)
         there = self._there(keys, [KV, *(str(one.name) for one in transfers)])
         asked = [PoolPresence(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
         hits = fold(KV, there[KV], asked)
@@ -134,7 +143,64 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store pages of several pools. Returns by the pool's name for each page whether it is stored."""
-        return self._move_transfers(MoveDirection.OUT, transfers)
+        hints = self._hints(extra_info)
+        if hints is not None and hints.skip_store:
+            return {one.name: [False] * len(one.keys or []) for one in transfers}
+        stored = self._move_transfers(MoveDirection.OUT, transfers)
+        for one in transfers:
+            self._tell_stores(hints, str(one.name), one.keys or [], extra_info)
+        return stored
+
+    # hints
+
+    def _hints(self, extra_info: HiCacheStorageExtraInfo | None) -> RequestHints | None:
+        """Return the hints of the request that a call is for, if SGLang passes them on: an envelope ``kv_hints`` among
+        the call's extra info. What comes is counted (``hint_counts``), and what changes nothing is said."""
+        more = None if extra_info is None else extra_info.extra_info
+        envelope = more.get("kv_hints") if isinstance(more, dict) else None
+        if envelope is None:
+            return None
+        hints, counts = read_hints(envelope)
+        self.hint_counts.update(counts)
+        for verb in counts.keys() & {"unknown", "malformed"}:
+            self._warn(f"kv_hints {verb}", f"kv_hints: there are {verb} actions, which change nothing", once=True)
+        return hints
+
+    def _prefetch(self, keys: list[str], names: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> None:
+        hints = self._hints(extra_info)
+        if hints is not None and hints.prefetch:
+            for name in names:
+                self._hint(Hint.PREFETCH, name, keys)
+
+    def _tell_stores(
+        self, hints: RequestHints | None, name: str, keys: list[str], extra_info: HiCacheStorageExtraInfo | None
+    ) -> None:
+        """Tell the stores what hints say of pages that were just stored, and of those before them (``prefix_keys``).
+        Without a ``start`` only the former have ended: nobody here knows which of the latter others have, too."""
+        if hints is None or name not in self._pools:
+            return
+        before = list(getattr(extra_info, "prefix_keys", None) or [])
+        path, size = before + keys, self._pools[name].source.page_size
+        if hints.keep:
+            self._hint(Hint.KEEP, name, path[: None if hints.keep_end is None else hints.keep_end // size], hints.keep)
+        if hints.ended:
+            start = hints.ended_start
+            self._hint(Hint.ENDED, name, keys if start is None else path[-(-start // size) :])
+
+    def _hint(self, verb: Hint, name: str, keys: list[str], seconds: float = 0.0) -> None:
+        try:
+            pages, pool = self._opened(), self._pools.get(name)
+            if pool is None or not keys:
+                return
+            if not pages.hintable:
+                self.hint_counts["unheard"] += 1
+                self._warn(f"kv_hints {verb.name}", f"the stores take no hints, so {verb.name} changes nothing",
+                           once=True)  # fmt: skip
+                return
+            pages.hint(verb, identity.page_keys(keys, pool.behind), seconds, pool=name,
+                       timeout=self.options.lookup_timeout)  # fmt: skip
+        except Unavailable as error:
+            self._warn("hint", f"no store is told of hints: {error}")
 
     # what SGLang calls without "interface_v1": 1, with copies of pages that it makes itself
 
@@ -217,7 +283,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 }
                 sizes = {name: sum(pool.source.parts) for name, pool in pools.items()}
                 options = self.options.store_options
-                self._pages = Pages.open(self._urls, memory, sizes, self.namespace, options=options)
+                self._pages = Pages.open(self._urls, memory, sizes, self.namespace, options=options,
+                                         blocks=identity.block_named)  # fmt: skip
                 self._pools = pools
                 self._tell_opened(self._pages)
             return self._pages
@@ -227,8 +294,10 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         source = source_of(name, host_pool)
         page_bytes = sum(source.parts)
         rows = 0 if isinstance(source, DirectPages) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
-        layout = f"{getattr(host_pool, 'layout', None)} {source.how}"
-        kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded)
+        layout = f"{getattr(host_pool, 'layout', None)} {source.how} {identity.rows_of(host_pool)}"
+        known = identity.order_is_known(host_pool, self._server.kv_cache_dtype)
+        sglang = None if known else self.options.compatible_with or self._server.sglang
+        kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded, sglang)
         return OpenedPool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:
@@ -316,12 +385,12 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         indices: list[int] = where[::size].tolist()
         return indices
 
-    def _warn(self, about: str, text: str) -> None:
+    def _warn(self, about: str, text: str, *, once: bool = False) -> None:
         """Log a warning, at most once in ``WARN_EVERY`` seconds for each ``about``, because a store that fails fails
-        for every call."""
+        for every call. ``once``: only once."""
         now = time.monotonic()
         if now - self._warned.get(about, -WARN_EVERY) >= WARN_EVERY:
-            self._warned[about] = now
+            self._warned[about] = inf if once else now
             logger.warning("asynccache: %s", text)
 
 

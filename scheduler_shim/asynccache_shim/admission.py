@@ -2,16 +2,16 @@
 how many pages a request takes, and whether it may be admitted.
 
 There are two gates. The first is an estimate from the match, before anything is pinned (``demand``, ``passes``). The
-second is the lease itself, which either takes all that it is asked for (``LeaseOffer``) or refuses.
+second is the lease itself, which either takes all that it is asked for (``LeaseOffer``) or refuses. What the second
+gate grants is reserved, so a request that has passed it cannot run out of memory in its chunk. The pages that load_back
+takes are counted at these two gates and nowhere else.
 
-Laws:
-* Requests of higher priority go first, and among equals the one that came first. The last in this order is the first to
-  be retracted.
-* A chunk ends at the end of a page if it reaches one, so that all of it can be published. It never goes beyond a mark,
-  which is a position whose recurrent state is to be kept.
-* The sliding window's budget is ``max(min(extend, remaining_chunk), min(window, extend + more)) + page_size``.
-* The pages that load_back takes are counted at these two gates and nowhere else.
-* The second gate reserves what it grants, so a request that has passed it cannot run out of memory in its chunk.
+Requests of higher priority go first, and among equals the one that came first. The last in this order is the first to
+be retracted.
+
+A chunk ends at the end of a page if it reaches one, so that all of it can be published. It never goes beyond a mark,
+which is a position whose recurrent state is to be kept. Of the sliding window a chunk takes ``max(min(extend,
+remaining_chunk), min(window, extend + more)) + page_size``.
 
 Words, all in tokens: ``extend``: prompt tokens that are not cached; ``remaining_chunk``: what is left of the step's
 token budget; ``more``: tokens that may still be generated.
@@ -39,11 +39,13 @@ class SlotCounts(NamedTuple):
 
 class CacheShape(NamedTuple):
     """The part of a cache's configuration that decides about admission. ``page_size`` and ``window`` in tokens, 0:
-    there is no window; ``capacity``: the slots of the device."""
+    there is no window.
+    """
 
     page_size: int
     window: int
     capacity: SlotCounts
+    """The slots of the device."""
 
     @property
     def has_swa(self) -> bool:

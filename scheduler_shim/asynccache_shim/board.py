@@ -1,7 +1,7 @@
 """The state that the parts of a scheduler share: which requests wait, which hold pages, and the event that wakes its
 loop. And each request as the scheduler keeps it: its tokens so far, its lease, and how far it is computed.
 
-Law: all mutable state of the scheduler is here. A request is either in ``waiting`` or in ``held``; it is in ``held`` as
+All mutable state of the scheduler is here. A request is either in ``waiting`` or in ``held``; it is in ``held`` as
 long as it has a lease.
 """
 
@@ -22,40 +22,24 @@ from asynccache_shim.shards import Shards
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
     """The settings of a scheduler.
 
-    step_tokens: how many tokens one step computes at most, of all requests together.
-    max_running: how many requests hold pages at the same time at most.
-    checkpoint_every: how many tokens are decoded between two checkpoints of a recurrent state.
-    preempt: whether a request of lower priority is retracted when one of higher priority finds no room.
-    load_attempts: with how many failed loads of its pages a request fails.
-
     Raises:
         ConfigError: a value is of the wrong type or out of its bounds.
     """
 
     step_tokens: Count = 512
+    """How many tokens one step computes at most, of all requests together."""
     max_running: Count = 32
+    """How many requests hold pages at the same time at most."""
     checkpoint_every: Count = 512
+    """How many tokens are decoded between two checkpoints of a recurrent state."""
     preempt: bool = True
+    """Whether a request of lower priority is retracted when one of higher priority finds no room."""
     load_attempts: Count = 8
+    """With how many failed loads of its pages a request fails."""
 
 
 class ScheduledRequest:
-    """One request of one scheduler. All positions and lengths are in tokens.
-
-    submitted: the ``Request`` that its caller holds, to which the scheduler tells its state and its output.
-    id, order: the request's number. length: tokens so far, of prompt and output.
-    computed: KV is written up to here. reserved: the lease's pages reach up to here.
-    entry: the length when the request was admitted; up to there it prefills. marks: where states are to be kept.
-    checkpointed: the position of the latest checkpoint of a state.
-    patient: whether the prefetch may still go on. handle: the prefetch; None: there is none.
-    watch: the task that waits for the prefetch or for the load. entering: the task that waits in the cache's line.
-    blocked: the value of ``Board.freed`` when the request was retracted; -1: it was not. While other requests hold
-        pages it is not admitted again before ``freed`` has grown.
-    private: what it has computed in its present pages may not be published.
-    failed_loads: how often its pages failed to load.
-    behind: the request that this one waited for when that was last looked up, and how many tokens they share.
-    deadline: the time of the loop after which a token is the last one; None: there is none.
-    """
+    """One request of one scheduler. All positions and lengths are in tokens."""
 
     __slots__ = (
         "_buffer", "behind", "blocked", "checkpointed", "computed", "deadline", "entering", "entry", "failed_loads",
@@ -65,22 +49,33 @@ class ScheduledRequest:
 
     def __init__(self, submitted: Request, number: int) -> None:
         self.submitted = submitted
+        """The ``Request`` that the caller holds, to which the scheduler tells its state and its output."""
         self.terms = terms = submitted.terms
         self.id = self.order = number
+        """The request's number."""
         self.priority = terms.priority
         self.length = len(terms.tokens)
+        """Tokens so far, of prompt and output."""
         self._buffer = np.empty(self.length + terms.limits.max_new_tokens, np.int32)
         self._buffer[: self.length] = terms.tokens
         self.lease: Lease | None = None
         self.handle: PrefetchHandle | None = None
         self.watch: asyncio.Task[None] | None = None
+        """The task that waits for the prefetch or for the load."""
         self.entering: asyncio.Task[Lease] | None = None
+        """The task that waits in the cache's line."""
         self.patient = False
+        """Whether the prefetch may still go on."""
         self.blocked = -1
+        """``Board.freed`` when the request was retracted; -1: it was not. While other requests hold pages it is not
+        admitted again before ``freed`` has grown."""
         self.failed_loads = 0
+        """How often the request's pages failed to load."""
         self.behind: tuple[ScheduledRequest, int] | None = None
+        """The request that this one waited for when that was last looked up, and how many tokens they share."""
         most = terms.limits.max_time
         self.deadline = None if most is None else asyncio.get_running_loop().time() + most
+        """The time of the loop after which a token is the last one; None: there is none."""
         self._forget()
 
     def __repr__(self) -> str:
@@ -88,8 +83,12 @@ class ScheduledRequest:
 
     def _forget(self) -> None:
         self.computed = self.reserved = self.entry = self.checkpointed = 0
+        """KV is written up to ``computed``, and the lease's pages reach up to ``reserved``. ``entry``: the length when
+        the request was admitted; up to there it prefills. ``checkpointed``: where the latest state was kept."""
         self.private = False
+        """True if what the request has computed in its present pages may not be published."""
         self.marks: tuple[int, ...] = ()
+        """Where states are to be kept."""
         self.pages: Pages = np.empty(0, np.int32)
 
     @property
@@ -191,12 +190,6 @@ class ScheduledRequest:
 class Board:
     """The shared state of one scheduler.
 
-    waiting, held: requests by number. freed: how often a request gave its pages back, so far.
-    ended: the numbers of requests that gave their pages back and that the model has not been told of yet.
-    alone: the request that waits in the cache's line for pages, which one does only while none holds pages; None: none.
-    shards: the model's shards on other ranks; None: there are none.
-    bell: set when the loop has something to do.
-
     Raises:
         ConfigError: a step could not hold a token for each running request and a page besides.
     """
@@ -212,11 +205,17 @@ class Board:
             )
         self.waiting: dict[int, ScheduledRequest] = {}
         self.held: dict[int, ScheduledRequest] = {}
+        """The requests that hold pages, by number; ``waiting`` has the others."""
         self.alone: ScheduledRequest | None = None
+        """The request that waits in the cache's line for pages, which one does only while none holds pages."""
         self.shards: Shards | None = None
+        """The model's shards on other ranks; None: there are none."""
         self.ended: list[int] = []
+        """The numbers of requests that gave their pages back and that the model has not been told of yet."""
         self.freed = 0
+        """How often a request gave its pages back, so far."""
         self.bell = asyncio.Event()
+        """Set when the loop has something to do."""
 
     def __repr__(self) -> str:
         return f"Board({len(self.waiting)} waiting, {len(self.held)} hold pages)"

@@ -1,11 +1,11 @@
 """The contract between the scheduler and a model: one blocking call for each step, with plain values as arguments. And
 the thread in which a model computes.
 
-Law: the scheduler decides, and the model computes. A model reads and writes KV in ``cache.pools``, only at the slots
+The scheduler decides, and the model computes. A model reads and writes KV in ``cache.pools``, only at the slots
 that the call names. It never sees a lease, a request or the cache's tree. When ``forward`` is called, all data that it
 may read is on the device already, and each slot that it is to write belongs to one request alone.
 
-Law: a task that is cancelled while it waits for the model still waits for the call to return. So no page is given back
+A task that is cancelled while it waits for the model still waits for the call to return. So no page is given back
 while a model may still read or write it.
 """
 
@@ -28,16 +28,16 @@ NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-    """The options by which the next token is drawn. With ``temperature`` 0 it is the most likely one. ``top_k``: draw
-    among so many of the most likely tokens, and those that are as likely as the last of them; 0: among all. ``top_p``:
-    draw among the most likely of these that together have this share of their probability. With a ``seed`` the draw is
-    a function of the seed and of the token's position, so a request that was retracted goes on as it would have without
-    that."""
+    """The options by which the next token is drawn. With ``temperature`` 0 it is the most likely one."""
 
     temperature: float = 0.0
     top_p: float = 1.0
+    """Draw among the most likely of these that together have this share of their probability."""
     seed: int | None = None
+    """With a seed the draw is a function of it and of the token's position, so a request that was retracted goes on as
+    if it had not been."""
     top_k: int = 0
+    """Draw among so many of the most likely tokens, and those that are as likely as the last of them; 0: among all."""
 
 
 class Checkpoint(NamedTuple):
@@ -51,41 +51,40 @@ class Checkpoint(NamedTuple):
 class Chunk(NamedTuple):
     """One request's part of a step: compute the positions ``[start, stop)`` of ``tokens``.
 
-    tokens: prompt and output so far, int32, at least ``stop`` of them; not to be changed.
-    start: where the request's previous chunk stopped. For its first chunk, and for the first after a retraction, the
-        end of what comes from the cache: 0 or a multiple of the page size.
-    pages: FULL's page table. Position p is in page ``pages[p // page_size]``; the table covers at least ``[0, stop)``.
-    swa_pages: SWA's page table in the same form, with -1 where there is no page. It covers the window before ``start``
-        and all up to ``stop``. Empty if there is no SWA pool.
-    states: MAMBA slots, the working copy first. That slot holds the state after ``start`` tokens (nothing yet if
-        ``start`` is 0), and must hold the state after ``stop`` tokens when the call returns. Empty if there is no MAMBA
-        pool.
-    checkpoint: where to keep a copy of that state as well; None: nowhere.
-    sample: whether to return the token that follows ``tokens[stop - 1]``.
-    sampling: how that token is drawn.
-
     The page tables may change between two steps; the KV that they lead to does not.
     """
 
     request_id: int
     tokens: Pages
+    """Prompt and output so far, int32, at least ``stop`` of them; not to be changed."""
     start: int
+    """Where the request's previous chunk stopped. For its first chunk, and for the first after a retraction, the end of
+    what comes from the cache: 0 or a multiple of the page size."""
     stop: int
     pages: Pages
+    """FULL's page table. Position p is in page ``pages[p // page_size]``; the table covers at least ``[0, stop)``."""
     swa_pages: Pages
+    """SWA's page table in the same form, with -1 where there is no page. It covers the window before ``start`` and all
+    up to ``stop``. Empty if there is no SWA pool."""
     states: Pages
+    """MAMBA slots, the working copy first. That slot holds the state after ``start`` tokens (nothing yet if ``start``
+    is 0), and must hold the state after ``stop`` tokens when the call returns. Empty if there is no MAMBA pool."""
     checkpoint: Checkpoint | None
+    """Where to keep a copy of that state as well; None: nowhere."""
     sample: bool
+    """Whether to return the token that follows ``tokens[stop - 1]``."""
     sampling: Sampling = Sampling()
+    """How that token is drawn."""
 
 
 class Batch(NamedTuple):
-    """One step. ``ended``: the ids of requests that finished, were aborted or were retracted since the last call. A
-    model that keeps anything of a request between calls must forget the requests in ``ended`` before it looks at
-    ``chunks``, because a retracted request may be among ``chunks`` again, under the same id."""
+    """One step."""
 
     chunks: tuple[Chunk, ...]
     ended: tuple[int, ...] = ()
+    """The ids of requests that finished, were aborted or were retracted since the last call. A model that keeps
+    anything of a request between calls must forget the requests in ``ended`` before it looks at ``chunks``, because a
+    retracted request may be among ``chunks`` again, under the same id."""
 
 
 class Model(Protocol):

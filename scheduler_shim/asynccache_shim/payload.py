@@ -1,6 +1,6 @@
 """A step's batch as bytes, for the ranks that compute a part of it. Only what has changed since the last step is sent.
 
-Laws:
+What always holds:
 * Payloads are read once each, in the order in which they were written. So writer and reader know the same of every
   request.
 * Both sides forget a request that ended before they do anything else. If it comes back, all of it is sent again.
@@ -32,13 +32,15 @@ class TableChange(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ChunkPart(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Chunk`` as it is sent. ``tokens``: those before ``stop`` that no earlier part of this request had. None in
-    ``pages``, ``swa_pages`` or ``sampling``: the same as in the request's previous part."""
+    """A ``Chunk`` as it is sent. None in ``pages``, ``swa_pages`` or ``sampling``: the same as in the request's
+    previous part.
+    """
 
     request: int
     start: int
     stop: int
     tokens: bytes
+    """The tokens before ``stop`` that no earlier part of this request had."""
     pages: TableChange | None
     swa_pages: TableChange | None
     states: bytes
@@ -55,13 +57,13 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _SentRequest:
-    """The part of a request that has been sent so far. The writer and the reader each keep one. ``tokens``: the
-    reader's buffer, of which the first ``length`` tokens are known."""
+    """The part of a request that has been sent so far. The writer and the reader each keep one."""
 
     __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
 
     def __init__(self) -> None:
         self.tokens = _NONE
+        """The reader's buffer, of which the first ``length`` tokens are known."""
         self.length = 0
         self.pages = self.swa_pages = _NONE
         self.sampling = Sampling()
@@ -127,7 +129,9 @@ class PayloadReader:
         told.pages = _applied(told.pages, part.pages)
         told.swa_pages = _applied(told.swa_pages, part.swa_pages)
         if part.sampling is not None:
-            told.sampling = _unpacked(part.sampling)
+            temperature, top_p, seed, top_k = part.sampling
+            exact = int.from_bytes(seed, "little", signed=True) if seed else None
+            told.sampling = Sampling(temperature, top_p, exact, top_k)
         return Chunk(
             part.request, told.tokens[: part.stop], part.start, part.stop, told.pages, told.swa_pages,
             _as_numbers(part.states), None if part.checkpoint is None else Checkpoint(*part.checkpoint), part.sample,
@@ -186,8 +190,3 @@ def _as_numbers(content: bytes) -> Pages:
 def _packed(sampling: Sampling) -> tuple[float, float, bytes, int]:
     seed = b"" if sampling.seed is None else sampling.seed.to_bytes(_SEED_BYTES, "little", signed=True)
     return sampling.temperature, sampling.top_p, seed, sampling.top_k
-
-
-def _unpacked(sampling: tuple[float, float, bytes, int]) -> Sampling:
-    temperature, top_p, seed, top_k = sampling
-    return Sampling(temperature, top_p, int.from_bytes(seed, "little", signed=True) if seed else None, top_k)

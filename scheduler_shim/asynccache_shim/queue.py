@@ -1,19 +1,19 @@
 """The queue of requests. When a request arrives, its pages are prefetched for as long as the cache's policy allows.
 Then it passes both gates, and waits until load_back has brought its pages. A request that is retracted arrives again.
 
-Laws:
-* A prefetch never holds up the admission of another request. If the cache has no room for a prefetch now, the prefetch
-  waits in the cache's own line.
-* Requests are admitted in their order (``admission.by_rank``). A request for whose pages there is no room is not
-  overtaken; a request that waits for storage may be overtaken.
-* While any request holds pages, the loop does not wait for room: it tries to admit the first request again in the next
-  step. When no request holds pages, the first request waits in the cache's line, for backups and for other users of the
-  cache. It gives up its place to a request that comes before it in the order.
-* A request does not give up its cached prefix because room for load_back is missing at this moment.
-* While other requests hold pages, a request that was retracted is not admitted again before one of them has given
-  pages back.
-* A request does not begin while another one computes pages that both begin with, so those are computed once. It waits
-  only for requests that hold pages and have no lower priority, which get on without it, and may be overtaken meanwhile.
+**Order.** Requests are admitted in their order (``admission.by_rank``). A request for whose pages there is no room is
+not overtaken. A request that waits for storage may be, since a prefetch holds up nobody else; if the cache has no room
+for a prefetch now, the prefetch waits in the cache's own line.
+
+**Room.** While any request holds pages, the loop does not wait for room: it tries the first request again in the next
+step. When no request holds pages, the first one waits in the cache's line, for backups and for other users of the
+cache, and gives up its place to a request that comes before it. A request does not give up its cached prefix because
+room for load_back is missing at this moment. One that was retracted is not admitted again before another request has
+given pages back.
+
+**Shared prefixes.** A request does not begin while another one computes pages that both begin with, so those are
+computed once. It waits only for requests that hold pages and have no lower priority, which get on without it, and may
+be overtaken meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A request as its caller sees it. The caller makes it from tokens, limits, priority and namespace, and reads a stream
 of tokens from it.
 
-Laws:
+What always holds:
 * A request knows nothing of the cache, and the cache never sees it. The scheduler writes the request's state, output
   and end; the caller reads them, iterates over the output, and may abort at any moment.
 * The scheduler acts on the ``terms`` as they were when the request was submitted. Setting an attribute afterwards
@@ -91,21 +91,16 @@ class RequestTerms(NamedTuple):
 class Request:
     """One prompt to be continued. A request is submitted once; ``async for token in request`` streams its output.
 
-    tokens: the prompt, at least one token; a list or an int32 array of one dimension.
-    limits: when generation ends (default: after 16 tokens).
-    priority: requests of higher priority are admitted first and retracted last.
-    namespace: the cache's namespace for the prompt; prompts of different namespaces share nothing.
-    sampling: how tokens are drawn (default: the most likely one).
-    ended: the conversation will not go on, so what the request computes is the first to be evicted.
-    publishes: called in the loop before anything that the request has computed is published; if it returns False or
-        raises an error, that is not published, and neither is what the request computes after it, until it is retracted
-        and begins anew. None: everything is.
-
-    Attributes that the scheduler sets: ``number``, which chunks of the model's steps have as ``request_id`` (None: not
-    submitted); ``state``; ``match``, the latest look-up; ``hits``, what the first lease found
-    whose pages were loaded;
-    ``retractions``, how often the request was retracted; ``output``; ``finish``, how it ended (None: it has not); and
-    ``error``, why it failed.
+    Args:
+        tokens: the prompt, at least one token; a list or an int32 array of one dimension.
+        limits: when generation ends (default: after 16 tokens).
+        priority: requests of higher priority are admitted first and retracted last.
+        namespace: the cache's namespace for the prompt; prompts of different namespaces share nothing.
+        sampling: how tokens are drawn (default: the most likely one).
+        ended: the conversation will not go on, so what the request computes is the first to be evicted.
+        publishes: called in the loop before anything that the request has computed is published. If it returns False or
+            raises an error, that is not published, and neither is what the request computes after it, until it is
+            retracted and begins anew. None: everything is published.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -126,13 +121,20 @@ class Request:
         terms = as_terms(tokens, limits, priority, namespace, sampling, ended, publishes)
         self.tokens, self.limits, self.priority, self.namespace, self.sampling, self.ended, self.publishes = terms
         self.number: int | None = None
+        """The request's ``request_id`` in chunks of the model's steps; None: it was not submitted. This and what
+        follows is set by the scheduler."""
         self.state = State.NEW
         self.match = Matched()
+        """The latest look-up."""
         self.hits: Hits | None = None
+        """What the first lease found whose pages were loaded."""
         self.retractions = 0
+        """How often the request was retracted."""
         self.output: list[int] = []
         self.finish: Finish | None = None
+        """How the request ended; None: it has not."""
         self.error: BaseException | None = None
+        """Why the request failed."""
         self._terms: RequestTerms | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._aborted: Callable[[], None] | None = None

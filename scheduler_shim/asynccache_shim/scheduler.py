@@ -1,7 +1,7 @@
 """The scheduler: continuous batching over one cache and one model. ``Scheduler.step`` is one step, from
 pages to results.
 
-Laws:
+What always holds:
 * One loop computes one step after the other: pages for running requests, admission, model, results. The model runs in a
   thread of its own; nothing here blocks the event loop.
 * A request computes its first chunk in the pages that it was admitted with. Later chunks and decoding extend its lease.
@@ -187,8 +187,18 @@ class Scheduler:
         stops, budget = await _grow_all(board)
         await admit(board, budget)
         await asyncio.sleep(0)  # after this, requests that need no load_back are RUNNING
-        _plan_admitted(board, stops, budget)
-        chunks = await _chunks_of(board, stops)
+        for request in by_rank(board.running()):  # those that were admitted, and whose pages are on the device already
+            if request.id not in stops and budget and request.computed < request.reserved:
+                stop = min(request.reserved, _wanted(board, request, budget))
+                if stop > request.computed:
+                    stops[request.id] = stop
+                    budget -= stop - request.computed
+        chunks = []
+        for number, stop in stops.items():
+            held = board.held.get(number)
+            if held is not None and held.runs and not held.over:
+                checkpoint = await _checkpoint(board, held, stop)
+                chunks.append((held, held.chunk(stop, checkpoint, board.shape.has_swa)))
         if chunks:
             await self._compute(chunks)
         return bool(chunks)
@@ -242,16 +252,6 @@ async def _grow_all(board: Board) -> tuple[dict[int, int], int]:
     return {number: stop for number, stop in stops.items() if number in board.held}, budget
 
 
-def _plan_admitted(board: Board, stops: dict[int, int], budget: int) -> None:
-    """Add the requests that were admitted during this step and whose pages are on the device already to ``stops``."""
-    for request in by_rank(board.running()):
-        if request.id not in stops and budget and request.computed < request.reserved:
-            stop = min(request.reserved, _wanted(board, request, budget))
-            if stop > request.computed:
-                stops[request.id] = stop
-                budget -= stop - request.computed
-
-
 def _wanted(board: Board, request: ScheduledRequest, budget: int) -> int:
     end = request.length
     if not request.decodes and request.reserved > request.computed:
@@ -276,17 +276,6 @@ async def _grow(board: Board, request: ScheduledRequest, stop: int) -> int:
             assert loser is not None
             await retract(board, loser)
     return stop if request.lease is not None else request.computed
-
-
-async def _chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[ScheduledRequest, Chunk]]:
-    """The requests of the step's batch, each with its chunk."""
-    chunks = []
-    for number, stop in stops.items():
-        request = board.held.get(number)
-        if request is not None and request.runs and not request.over:
-            checkpoint = await _checkpoint(board, request, stop)
-            chunks.append((request, request.chunk(stop, checkpoint, board.shape.has_swa)))
-    return chunks
 
 
 async def _checkpoint(board: Board, request: ScheduledRequest, stop: int) -> Checkpoint | None:
@@ -322,16 +311,12 @@ async def _finish_step(board: Board, chunks: list[tuple[ScheduledRequest, Chunk]
                 request.checkpointed = chunk.stop
         lease.advance(chunk.stop, board.batch)
         if token != NO_TOKEN and not request.over:  # it may have ended while its pages were published
-            await _generated(board, request, token)
-
-
-async def _generated(board: Board, request: ScheduledRequest, token: int) -> None:
-    request.append(token)
-    limits, late = request.terms.limits, request.deadline
-    too_late = late is not None and asyncio.get_running_loop().time() >= late
-    if token in limits.stop_tokens or request.generated >= limits.max_new_tokens or too_late:
-        await board.publish(request)
-        board.drop(request, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)
+            request.append(token)
+            limits, late = request.terms.limits, request.deadline
+            too_late = late is not None and asyncio.get_running_loop().time() >= late
+            if token in limits.stop_tokens or request.generated >= limits.max_new_tokens or too_late:
+                await board.publish(request)
+                board.drop(request, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)
 
 
 def _checked(batch: Batch, answer: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 No other module of this package, except ``payload``, knows of ranks.
 
-Laws:
+What always holds:
 * A batch is sent in the same turn of the event loop in which this rank begins to compute it, after the loads that it
   needs. Every commit and release names the batch that was sent last, so no page is given to another request before all
   ranks have computed that batch.
@@ -27,14 +27,14 @@ R = TypeVar("R")
 
 
 class Shards:
-    """The scheduler's side: sends batches to the other ranks, and waits until all ranks have computed them. ``sent``:
-    the number of the batch that was sent last; None before the first one.
+    """The scheduler's side: sends batches to the other ranks, and waits until all ranks have computed them.
 
     ``own``: the worker of this process. ``lost`` is called when the group of ranks has failed, at most once.
     """
 
     def __init__(self, cache: AsyncCache, own: RankWorker, lost: Callable[[RankFailure], None]) -> None:
         self.sent: int | None = None
+        """The number of the batch that was sent last; None before the first one."""
         self._cache = cache
         self._own = own
         self._lost = lost

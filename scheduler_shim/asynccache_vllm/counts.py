@@ -10,6 +10,8 @@ from asynccache.storage import Result
 LOOKUPS = "vllm:kv_offload_asynccache_lookups"
 LOADED = "vllm:kv_offload_asynccache_loaded_chunks"
 STORED = "vllm:kv_offload_asynccache_stored_chunks"
+HINTS = "vllm:kv_offload_asynccache_hints"
+HINTED = "vllm:kv_offload_asynccache_hinted_chunks"
 
 DESCRIPTIONS: Mapping[str, str] = {
     LOOKUPS: "Chunks that asynccache's stores were asked for, by the answer: hit, miss, or failed (no answer, or none "
@@ -17,11 +19,15 @@ DESCRIPTIONS: Mapping[str, str] = {
     LOADED: "Chunks that were to be read from asynccache's stores, by the result: hit, miss (gone since the look-up), "
     "corrupt (the chunk did not verify and was deleted), or failed.",
     STORED: "Chunks that were to be written to asynccache's stores, by the result: hit (the chunk is stored), failed, "
-    "or dropped (chunks came faster than the stores could write).",
+    "dropped (chunks came faster than the stores could write), or skipped (a hint said so).",
+    HINTS: "Actions in requests' kv_hints: prefetch, keep, ended, skip_store, unknown (of another name or version), or "
+    "malformed.",
+    HINTED: "Chunks that the stores were told of because of a hint, by the answer: hit (done), miss (the store does "
+    "not have it, or may not keep more), failed, or unheard (no store takes hints).",
 }
 """The description of each metric, by its name. Each metric has one label, ``result``."""
 
-DROPPED = "dropped"
+DROPPED, SKIPPED, UNHEARD = "dropped", "skipped", "unheard"
 SUMMARY_EVERY = 60.0
 COMPLAINT_EVERY = 10.0
 """Seconds between two summaries, and between two complaints, at least."""
@@ -47,7 +53,7 @@ class ChunkCounts:
             name = result if isinstance(result, str) else result.name.lower()
             for counter in (self._metrics, self._summary):
                 counter[metric, name] += count
-            if name not in ("hit", "miss"):
+            if metric not in (HINTS, HINTED) and name not in ("hit", "miss", SKIPPED):
                 self._complaint[metric, name] += count
 
     def take(self) -> dict[tuple[str, str], int]:
@@ -77,7 +83,7 @@ class ChunkCounts:
         return f"in {seconds:.0f} s: {_told(counts)}" if counts else ""
 
 
-_VERBS = {LOOKUPS: "looked up", LOADED: "loaded", STORED: "stored"}
+_VERBS = {LOOKUPS: "looked up", LOADED: "loaded", STORED: "stored", HINTS: "heard", HINTED: "hinted"}
 
 
 def _told(counts: Mapping[tuple[str, str], int]) -> str:

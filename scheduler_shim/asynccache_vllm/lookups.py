@@ -98,6 +98,13 @@ class KeyTable:
             self._wanting.add(request)
         return KeyAnswer.LATER
 
+    def want(self, keys: Iterable[bytes], now: float) -> None:
+        """Have the next ``ChunkQuestion`` ask for those of ``keys`` that nothing is known of, before a request does."""
+        for key in keys:
+            known = self._known.get(key)
+            if (known is None or now >= known.until) and key not in self._asked:
+                self._wanted[key] = None
+
     def take(self, now: float) -> ChunkQuestion | None:
         """The keys to ask the stores for now; None if there are none. Until ``answer`` they are not asked for again."""
         if not self._wanted:

@@ -7,6 +7,16 @@ on any object that has the same attributes.
 
 A fact that is here without need costs misses. A fact that is missing here would let an engine read the chunk of another
 model, and generate wrong tokens. So facts that may matter are included.
+
+The engine's version is such a fact, and a dear one: with it every upgrade begins with an empty store. It is left out
+where the other facts decide the bytes (``order_is_known``). Weights, configuration, dtypes and the implementation
+decide the values, but for rounding, which differs between two GPUs as it does between two versions. What a version
+could change without a trace in those facts is the order of the bytes in a block. vLLM lays its blocks out as ``[layers,
+blocks, heads, tokens, content]`` in an order that has a name (``kv_cache_layout``). For plain attention the content is
+K of the head, then V, in each of the attention backends that ``SAME_CONTENT`` names; that was read in vLLM 0.32 and
+0.33. On a CPU there is one backend, which orders a block by the CPU's instructions, and these are facts, too. Elsewhere
+the version stays: states of Mamba, latent KV, codes of four bits, drafts, and wherever the version chooses the backend,
+since ``B12X`` has K of all heads, then V of all heads, under the same name of a layout.
 """
 
 from __future__ import annotations
@@ -14,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from asynccache.errors import ConfigError
@@ -26,13 +36,41 @@ FORMATS = frozenset(
 )  # fmt: skip
 """The ``load_format``s that read the model's own files, whole."""
 
+_GROUP_BYTES = 4
+
 IGNORED = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 """Fields of a model's configuration that only say where it came from, and change nothing that is computed."""
 
 _CHOOSES = re.compile(r"VLLM_(ROCM_|.*(ATTENTION|ATTN|MLA|LAYOUT))")
 
+PLAIN = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of a number, by the dtypes of a KV cache that has values only, without scales or codes beside them."""
+
+SAME_CONTENT = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+
 LONG = ('"longrope"', '"su"', '"dynamic"')
 """Kinds of position encoding that depend on the longest request that the engine accepts."""
+
+
+def order_is_known(config: Any, engine: Any | None, platform: str) -> bool:
+    """Return True if the facts beside the engine's version decide the order of the bytes in a chunk. ``config``: vLLM's
+    ``OffloadingConfig``; ``engine``: its ``VllmConfig``; ``platform``: cuda, rocm, cpu or another. What is missing
+    counts as not known."""
+    if engine is None or config.kv_cache_layout is None or getattr(engine, "speculative_config", True) is not None:
+        return False
+    model, attention = engine.model_config, getattr(engine, "attention_config", None)
+    peculiar = ("use_mla", "is_hybrid", "has_inner_state", "is_attention_free", "is_encoder_decoder")
+    if any(getattr(model, name, True) for name in peculiar) or getattr(attention, "backend_per_kind", None):
+        return False
+    sizes, number = {group.tokens_per_block for group in config.groups}, PLAIN.get(config.model.dtype)
+    if len(sizes) != 1 or number is None:
+        return False
+    # A block that has anything beside K and V, such as an index of them, is larger than this, or smaller.
+    token = 2 * model.get_num_kv_heads(engine.parallel_config) * model.get_head_size() * number
+    layers = max(len(group.layer_names) for group in config.groups)
+    if config.worker_kv_bytes_per_block != layers * sizes.pop() * token:
+        return False
+    return platform == "cpu" or (platform == "cuda" and _plain(getattr(attention, "backend", None)) in SAME_CONTENT)
 
 
 def layout_facts(config: Any, canonical_format: str | None) -> dict[str, Any]:
@@ -86,6 +124,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
         "mamba replay": _plain(getattr(cache, "use_replayssm", None)),
         "hash": _plain(getattr(cache, "prefix_caching_hash_algo", None)),
         "attention": _plain(getattr(getattr(engine, "attention_config", None), "backend", None)),
+        "attention of kinds": _plain(getattr(getattr(engine, "attention_config", None), "backend_per_kind", None)),
         "runner": _plain(getattr(engine, "use_v2_model_runner", None)),
         "draft": None if draft is None else [_plain(getattr(draft, name, None)) for name in ("method", "model")],
     }
@@ -121,12 +160,15 @@ def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
         raise _unknown(str(error)) from error
 
 
-def environment_facts(environment: Mapping[str, str], attention: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the facts by which vLLM chooses an attention backend, and with it the order of bytes in a block, if the
-    configuration names none: variables of the environment, and the installed ``attention`` libraries (version by name;
-    None: not installed)."""
-    chosen = {name: value for name, value in environment.items() if _CHOOSES.match(name)}
-    return {"environment": chosen, "attention libraries": dict(attention)}
+def environment_facts(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the variables of the environment by which a user chooses how vLLM computes attention and lays out KV."""
+    return {"environment": {name: value for name, value in environment.items() if _CHOOSES.match(name)}}
+
+
+def version_facts(version: str, attention: Collection[str]) -> dict[str, Any]:
+    """Return the facts that stand for all that vLLM decides by itself: its ``version``, and which ``attention``
+    libraries are installed, by which it chooses a backend. Their versions follow from its own, which requires them."""
+    return {"vllm": version, "attention libraries": sorted(attention)}
 
 
 def namespace_of(*facts: Mapping[str, Any]) -> str:
@@ -135,6 +177,12 @@ def namespace_of(*facts: Mapping[str, Any]) -> str:
     for some in facts:
         merged.update(some)
     return json.dumps(merged, sort_keys=True, separators=(",", ":"))
+
+
+def block_named(pool: str, key: bytes) -> int:
+    """Return the hash by which vLLM's KV events name the block of a chunk: the lower 64 bits of its hash, of a chunk of
+    several blocks the last one's. A key is a hash, and 4 bytes that number the group of layers."""
+    return int.from_bytes(key[:-_GROUP_BYTES][-8:], "big")
 
 
 def short(namespace: str) -> str:

@@ -19,6 +19,8 @@ class TierOptions:
 
     storage: URLs of the stores, the nearest first.
     namespace: a text that stands for the weights in every key; None: a digest of the weights' files.
+    compatible_with: the version of vLLM that stands in the keys in place of this one, where a version does; None: this
+        one. The user says with it that both store the same bytes.
     lookup_timeout: for how many seconds a request waits for stores that deliver nothing.
     store_options: options for every URL that does not have them itself.
     events: whether stored chunks are announced as vLLM's KV events.
@@ -27,6 +29,7 @@ class TierOptions:
 
     storage: tuple[str, ...]
     namespace: str | None = None
+    compatible_with: str | None = None
     lookup_timeout: float = LOOKUP_TIMEOUT
     store_options: Mapping[str, str] = field(default_factory=dict)
     events: bool = False
@@ -45,6 +48,7 @@ class TierOptions:
                 f"secondary tier asynccache: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(KEYS))}"
             )
         storage, namespace, locality = given.get("storage"), given.get("namespace"), given.get("locality")
+        compatible = given.get("compatible_with")
         timeout, added = given.get("lookup_timeout", LOOKUP_TIMEOUT), given.get("store_options")
         if storage is None or storage in ([], ()):
             raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=100GiB, or several")
@@ -52,6 +56,7 @@ class TierOptions:
         return cls(
             storage=tuple(checks.text("storage", url, empty=False) for url in urls),
             namespace=None if namespace is None else checks.text("namespace", namespace, empty=False),
+            compatible_with=None if compatible is None else checks.version("compatible_with", compatible),
             lookup_timeout=checks.number("lookup_timeout", timeout, above=0),
             store_options={} if added is None else checks.texts("store_options", added, numbers=True),
             events=checks.flag("enable_kv_events", given.get("enable_kv_events", False)),
@@ -64,4 +69,6 @@ class TierOptions:
         return replace(self, storage=tuple(url.replace("{dp_rank}", str(dp_rank)) for url in self.storage))
 
 
-KEYS = frozenset({"storage", "namespace", "lookup_timeout", "store_options", "enable_kv_events", "locality"})
+KEYS = frozenset(
+    {"storage", "namespace", "compatible_with", "lookup_timeout", "store_options", "enable_kv_events", "locality"}
+)

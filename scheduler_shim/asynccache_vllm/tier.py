@@ -9,9 +9,10 @@ Importing this module imports vLLM. It raises ImportError if vLLM's interface is
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,19 +21,32 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
-from asynccache.storage import RECORD_SCHEMA, Pages, Result, StoreLayout, check_stores
+from asynccache.storage import RECORD_SCHEMA, Hint, Pages, RequestHints, Result, StoreLayout, check_stores, read_hints
 from asynccache_vllm import check_installed, check_interface, unsuitable
 from asynccache_vllm import namespace as naming
-from asynccache_vllm.counts import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, ChunkCounts
+from asynccache_vllm.counts import (
+    DESCRIPTIONS,
+    DROPPED,
+    HINTED,
+    HINTS,
+    LOADED,
+    LOOKUPS,
+    SKIPPED,
+    STORED,
+    UNHEARD,
+    ChunkCounts,
+)
+from asynccache_vllm.hints import Successors, in_order, keys_of
 from asynccache_vllm.lookups import ChunkQuestion, KeyAnswer, KeyTable
 from asynccache_vllm.options import TierOptions
 from asynccache_vllm.transfers import STORE_TIMEOUT, ChunkTransfer, ChunkTransfers
 
 check_installed()
 try:
+    import torch
     import vllm
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -48,6 +62,11 @@ try:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as error:
     raise ImportError(unsuitable(f"{error}")) from error
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # 0.32
+    CacheHitSource = None
 
 check_interface(
     SecondaryTierManager,
@@ -72,6 +91,11 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
     configured."""
 
     medium: ClassVar[Any] = Medium.STORAGE
+    # vLLM 0.33 would ask for finished jobs from a thread of its own, each millisecond. Tried, and left: a request
+    # learns of its load in the next step all the same (64 chunks at steps of 20 ms: 24 to 34 ms without, 22 to 44 ms
+    # with it), while an idle engine spends 1 to 2 % of a core on it for ever, and a request 15 to 40 % more CPU time.
+    # Also, vLLM takes ``get_stats`` without its lock, so the counters would need one. It is for tiers with peers.
+    tolerates_off_thread_polling: ClassVar[bool] = False
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None,
@@ -90,13 +114,17 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         for wrong in check_stores(options.storage, layout, options.store_options):
             raise wrong
         namespace, engine = _namespace(offloading_spec, options)
-        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.store_options)
+        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.store_options,
+                           blocks=naming.block_named)  # fmt: skip
         try:
             super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         except BaseException:
             pages.close(0)
             raise
         self.locality = None if options.locality is None else Locality(options.locality)
+        if CacheHitSource is not None:
+            self.cache_hit_source = _hit_source(options)
+        self.namespace = namespace
         self._pages = pages
         self._stores = ", ".join(pages.stores)
         self._timeout = options.lookup_timeout
@@ -104,6 +132,14 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._answers: deque[tuple[ChunkQuestion, list[Result], float]] = deque()
         self._transfers = ChunkTransfers(pages, page_bytes, chunks, options.lookup_timeout)
         self._tally = ChunkCounts(time.monotonic())
+        self._groups = len(offloading_spec.config.groups)
+        self._hinted = False
+        self._hints: dict[str, RequestHints] = {}
+        self._hints_due: dict[str, tuple[RequestHints, dict[bytes, int]]] = {}
+        self._storing: Counter[str] = Counter()
+        self._successors = Successors()
+        self._hint_answers: deque[list[Result]] = deque()
+        self._said: set[str] = set()
         self._over = self._closed = False
         self._events: list[Any] | None = None
         if options.events and offloading_spec.kv_events_config.enable_kv_cache_events:
@@ -125,16 +161,41 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             return LookupResult.MISS
         if self._answers:
             self._take_answers()
+        hints = self._hints.get(req_context.req_id)
+        if hints is not None and hints.prefetch:
+            hints.prefetch = False
+            self._hint(Hint.PREFETCH, [key for group in in_order(_positions(req_context)) for key, _ in group])
         return _ANSWERS[self._lookups.ask(key, req_context.req_id, time.monotonic())]
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Note a new request. The answer leaves it to vLLM what is stored."""
+        """Note a new request, and the hints that come with it. The answer leaves it to vLLM what is stored."""
         self._lookups.begin(req_context.req_id)
+        envelope = getattr(req_context, "kv_hints", None)
+        if envelope is not None:
+            self._hinted = True
+            hints, counts = read_hints(envelope)
+            self._tally.add(HINTS, counts.elements())
+            for verb in counts.keys() & {"unknown", "malformed"}:
+                self._say_once(f"kv_hints: there are {verb} actions, which change nothing; their number is in {HINTS}")
+            self._hints[req_context.req_id] = hints
+            if hints.block_hashes:
+                keys = keys_of(hints.block_hashes, self._groups)
+                self._lookups.want(keys, time.monotonic())
+                self._hint(Hint.PREFETCH, keys)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request."""
-        self._lookups.end(req_context.req_id)
+        """Forget the request. What its hints say of its chunks is told to the stores when these are stored."""
+        request = req_context.req_id
+        self._lookups.end(request)
+        positions = _positions(req_context) if self._hinted else {}  # who sends no hints pays nothing for them
+        for group in in_order(positions):
+            self._successors.note([key for key, _ in group])
+        hints = self._hints.pop(request, None)
+        if hints is not None and (hints.keep or hints.ended):
+            self._hints_due[request] = hints, positions
+            if not self._storing[request]:
+                self._tell_stores(request)
 
     def on_schedule_end(self, context: Any) -> None:
         """Ask the stores for all keys of this step in one call, and take their answers to earlier ones."""
@@ -172,15 +233,68 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             question, results, arrived = self._answers.popleft()
             self._lookups.answer(question, results, arrived, time.monotonic())
             self._tally.add(LOOKUPS, results)
+        while self._hint_answers:
+            self._tally.add(HINTED, self._hint_answers.popleft())
+
+    # hints
+
+    def _tell_stores(self, request: str) -> None:
+        """Tell the stores what the hints of a request that is over say of its chunks, if that is still to be told."""
+        hints, positions = self._hints_due.pop(request, (None, {}))
+        if hints is None:
+            return
+        for group in in_order(positions):
+            keys = [key for key, _ in group]
+            if hints.keep:
+                most = hints.keep_end
+                self._hint(Hint.KEEP, [key for key, end in group if most is None or end <= most], hints.keep)
+            if hints.ended:
+                start, begins = hints.ended_start, [0, *(end for _, end in group)]
+                own = self._successors.private(keys) if start is None else [
+                    key for key, at in zip(keys, begins, strict=False) if at >= start
+                ]  # fmt: skip
+                self._hint(Hint.ENDED, own)
+
+    def _hint(self, verb: Hint, keys: Sequence[bytes], seconds: float = 0.0) -> None:
+        if self._over or not keys:
+            return
+        if not self._pages.hintable:
+            self._tally.add(HINTED, [UNHEARD] * len(keys))
+            self._say_once(f"kv_hints: the stores ({self._stores}) take no hints, so {verb.name} changes nothing")
+            return
+        try:
+            future = self._pages.hint(verb, keys, seconds, timeout=self._timeout)
+        except AsyncCacheError as error:  # this process is a fork, or an error has ended the stores' thread
+            forget_frames(error)
+            return
+        future.add_done_callback(partial(self._hint_answered, len(keys)))
+
+    def _hint_answered(self, count: int, future: Future[list[Result]]) -> None:
+        """Note an answer. Runs in the stores' thread."""
+        failed = future.cancelled() or future.exception() is not None
+        self._hint_answers.append([Result.FAILED] * count if failed else future.result())
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning("asynccache: %s", text)
 
     # vLLM's jobs
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store chunks. A chunk that a store has already is not written again."""
         transfer = _transfer(job_metadata, loading=False, patience=STORE_TIMEOUT)
-        if not self._transfers.store(transfer):
-            self._tally.add(STORED, [DROPPED] * len(transfer.keys))
-            transfer.results = []  # they are counted already
+        self._storing[transfer.request] += 1
+        hints = self._hints.get(transfer.request)
+        if hints is not None and hints.skip_store:
+            self._transfers.skip(transfer)
+            unstored = SKIPPED
+        elif self._transfers.store(transfer):
+            return
+        else:
+            unstored = DROPPED
+        self._tally.add(STORED, [unstored] * len(transfer.keys))
+        transfer.results = []  # they are counted already
 
     def submit_load(self, job_metadata: Any, **_: Any) -> None:
         """Begin to load chunks. Each part of the load may take ``lookup_timeout`` seconds; the chunks that arrived in
@@ -210,6 +324,10 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             self._tally.add(STORED, transfer.results)
             self._lookups.stored(hits)
             self._event(hits, removed=False)
+            self._storing[transfer.request] -= 1
+            if not self._storing[transfer.request]:
+                del self._storing[transfer.request]
+                self._tell_stores(transfer.request)
         return JobResult(
             job_id=transfer.job_id,
             success=success,
@@ -300,6 +418,23 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         return "".join(f" ({name}: {error})" for name, error in errors.items())
 
 
+def _positions(req_context: Any) -> dict[bytes, int]:
+    """The chunks of a request, with the token that each ends at. vLLM's scheduler notes them in the context; none where
+    a version does not."""
+    return dict(getattr(req_context, "_offload_key_positions", None) or {})
+
+
+def _hit_source(options: TierOptions) -> Any:
+    """As what vLLM counts the tokens of a hit, which by itself it counts as DISK. It knows no stores behind a tier: of
+    several stores it is told the farthest, so that no hit counts as nearer than it was."""
+    if options.locality == "REMOTE":
+        return CacheHitSource.EXTERNAL_UNSPECIFIED
+    near = {"memory": CacheHitSource.HOST, "host": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+    return CacheHitSource.outermost(
+        near.get(url.partition(":")[0], CacheHitSource.EXTERNAL_UNSPECIFIED) for url in options.storage
+    )
+
+
 def _transfer(job: Any, *, loading: bool, patience: float) -> ChunkTransfer:
     slots = [int(chunk) for chunk in job.chunk_ids]
     return ChunkTransfer(job.job_id, job.req_context.req_id, job.keys, slots, loading=loading, patience=patience)
@@ -310,14 +445,21 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     engine = _engine_config(config.extra_config)
     if config.canonical_layout and config.kv_cache_layout is None:
         raise ConfigError("canonical_layout: vLLM does not say which layout its KV cache has")
-    canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
+    canonical = canonical_mapping.canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
     weights = naming.weights_fact(engine, options.namespace)
     capability, fp8 = current_platform.get_device_capability(), current_platform.fp8_dtype()
     where = {
-        "vllm": vllm.__version__, "device": current_platform.device_type,  # ROCm's is "cuda", too
+        "device": current_platform.device_type,  # ROCm's is "cuda", too
         "capability": None if capability is None else str(capability), "fp8": str(fp8),
+        "format": canonical_mapping.CANONICAL_FORMAT_VERSION,
     }  # fmt: skip
-    facts = naming.environment_facts(os.environ, {name: _version(name) for name in ATTENTION_LIBRARIES})
+    kind = next((name for name in ("rocm", "cuda", "cpu") if getattr(current_platform, f"is_{name}")()), "another")
+    if kind == "cpu":
+        where["instructions"] = _instructions()
+    if not naming.order_is_known(config, engine, kind):
+        libraries = [name for name in ATTENTION_LIBRARIES if _is_installed(name)]
+        where |= naming.version_facts(options.compatible_with or vllm.__version__, libraries)
+    facts = naming.environment_facts(os.environ)
     if engine is not None:
         facts |= naming.engine_facts(engine)
     else:
@@ -328,12 +470,18 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
 
 
-def _version(distribution: str) -> str | None:
-    """The version of ``distribution``; None if it is not installed."""
+def _instructions() -> list[Any]:
+    """What a CPU can do. vLLM's kernels for CPUs order the keys within a block by it."""
+    can = [getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512", "avx2")]
+    return [platform.machine(), *can]
+
+
+def _is_installed(distribution: str) -> bool:
     try:
-        return version(distribution)
+        version(distribution)
     except PackageNotFoundError:
-        return None
+        return False
+    return True
 
 
 def _warn_of_hashes(engine: Any | None) -> None:

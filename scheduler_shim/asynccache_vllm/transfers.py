@@ -128,6 +128,11 @@ class ChunkTransfers:
         self._begin(part)
         return True
 
+    def skip(self, transfer: ChunkTransfer) -> None:
+        """End ``transfer`` without storing any of its chunks."""
+        with self._lock:
+            self._end(transfer)
+
     def ended(self) -> list[ChunkTransfer]:
         """The transfers that have ended since the last call, in the order of their ends. To be called regularly,
         because this call also notices that a store hangs, and ends the parts that wait behind it."""

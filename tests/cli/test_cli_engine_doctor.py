@@ -143,12 +143,28 @@ def test_a_redis_that_answers_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_doctor, "ANSWER", 1.0)
     RedisServer.installed()
     with RedisServer() as server:
-        assert " answers in " in found(examined("vllm", server.url, host=1), "store", "well")[0]
+        (said,) = found(examined("vllm", server.url, host=1), "store", "well")
+        assert " answers in " in said
+        assert "may be written to" in said
+        assert server.say("DBSIZE") == ":0\r\n", "the page is gone"
         server.hang()
         try:
             assert found(examined("vllm", server.url, host=1), "store", "wrong")
         finally:
             server.resume()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_redis_that_this_user_may_not_use_is_said() -> None:
+    RedisServer.installed()
+    with RedisServer(password="hunter2") as server:
+        (said,) = found(examined("vllm", server.url, host=1), "store", "wrong")
+        assert "auth" in said.lower()
+        assert found(examined("vllm", server.url.replace("//", "//:hunter2@"), host=1), "store", "well")
+    with RedisServer(options=("--user", "default", "on", "nopass", "~*", "+@all", "-@write")) as server:
+        (said,) = found(examined("sglang", server.url, host=1), "store", "wrong")
+        assert "may not be written to" in said
+        assert found(examined("sglang", f"{server.url}?write=no", host=1), "store", "well")
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

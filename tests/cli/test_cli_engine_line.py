@@ -67,6 +67,16 @@ def test_several_stores_a_namespace_and_a_block(capsys: pytest.CaptureFixture[st
         assert word in said
 
 
+def test_a_version_whose_pages_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    line, said = printed(capsys, "vllm", "--storage", FILE, "--compatible-with", "0.32.0")
+    assert tier(line)[1] == TierOptions(storage=(FILE,), compatible_with="0.32.0")
+    assert "this vllm stores the same bytes as vllm 0.32.0" in said
+    assert "begins with an empty store" not in said
+    line, said = printed(capsys, "sglang", "--storage", FILE, "--compatible-with", "0.5.23.post1")
+    assert flags(line.split())[1].compatible_with == "0.5.23.post1"
+    assert "--compatible-with" in printed(capsys, "vllm", "--storage", FILE)[1]
+
+
 def test_sglangs_flags_are_what_the_backend_takes(capsys: pytest.CaptureFixture[str]) -> None:
     line, said = printed(capsys, "sglang", "--storage", PER_RANK, "--host", "32GiB", "--block-size", "128")
     found, options = flags(line.split())
@@ -115,6 +125,9 @@ def test_secrets_are_in_the_line_and_nowhere_else(capsys: pytest.CaptureFixture[
         (["vllm", "--storage", FILE, "--block-size", "24"], "--block-size=24: vLLM stores whole multiples"),
         (["vllm", "--storage", FILE, "--block-size", "0"], "--block-size=0"),
         (["vllm", "--storage", FILE, "--namespace", ""], "--namespace"),
+        (["vllm", "--storage", FILE, "--compatible-with", ""], "--compatible-with='' must be a version"),
+        (["sglang", "--storage", FILE, "--compatible-with", "the last"], "'the last' must be a version"),
+        (["check", "kv.toml", "--compatible-with", "0.32.0"], "--compatible-with is for config vllm"),
         (["vllm", "kv.toml", "--storage", FILE], "config vllm takes no FILE"),
         (["vllm", "--storage", FILE, "--json"], "config vllm takes no --json"),
         (["show", "--host", "1GiB"], "--host is for config vllm and config sglang"),

@@ -68,3 +68,36 @@ def test_a_policy_below_lru_is_told_by_the_exit_status(
     assert all(row["difference"] == row["p2c"] - row["lru"] for row in rows)
     assert all(row["lru"] == row["p2c"] == 0 for row in rows if row["workload"] == "no reuse")
     assert bad or all(row["difference"] == 0 for row in rows)
+
+
+def conversations(count: int) -> Workload:
+    """Conversations of four turns with a beginning that all have, eight of them open at a time."""
+    draws, fresh, paths = random.Random(5), iter(range(2, 1 << 20)), list[BlockPath]()
+    opened: list[list[int]] = []
+    for _ in range(count):
+        while len(opened) < 8:
+            opened.append([0, 1])
+        path = draws.choice(opened)
+        path += [next(fresh), next(fresh)]
+        paths.append(list(path))
+        if len(path) == 10:
+            opened.remove(path)
+    return Workload(paths, [0.5 * number for number in range(count)])
+
+
+def test_telling_ends_changes_nothing_with_room_for_all_and_finds_more_with_little(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload, trace = conversations(600), tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": at * 1000, "input_length": 512 * len(path), "output_length": 1, "hash_ids": path}
+        for path, at in zip(*workload, strict=True)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = curve(workload.paths)
+    assert main([str(trace), "--ends", "--sizes", f"50,{found.blocks}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [name for _, name, *_ in rows] == ["lru", "p2c", "host"] * 2
+    assert all(row[2:] == [f"{found.hits[-1] / found.lookups:.4f}"] * 3 for row in rows[3:])
+    for _, _, none, half, everything in rows[:3]:
+        assert float(none) < float(half) < float(everything)

@@ -45,7 +45,7 @@ def test_a_run_can_be_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: 
         printed = capsys.readouterr().out
         assert printed.startswith("40 tokens, 32 of them in whole pages\n")
         assert "match: 0 on the device" in printed
-        assert "never here" in printed
+        assert "never in memory" in printed
         file = tmp_path / "tokens"
         file.write_text("[1, 2,\n3]")
         assert main(["explain", url.removeprefix("http://"), "--tokens", f"@{file}", "--json"]) == 0

@@ -77,7 +77,7 @@ def test_wrong_options_are_one_sentence(words: list[str], said: str, capsys: pyt
 def test_a_file_with_an_unknown_option(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("memmory = 1\n")
-    with pytest.raises(ConfigError, match="unknown option 'memmory'; one of group, huge"):
+    with pytest.raises(ConfigError, match="unknown option 'memmory'; one of events, events_replay"):
         options("--config", str(file))
 
 
@@ -146,7 +146,7 @@ def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pyt
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert said.startswith(f"asynccache serves unix:{path} with 32.0 MiB\n")
+    assert said.startswith(f"asynccache serves unix:{path} with 31.3 MiB for pages\n")
     assert "Traceback" not in said
     assert not os.path.exists(path)
 
@@ -169,4 +169,19 @@ def test_a_line_of_json_and_a_line_of_text(
             assert json.loads(lines[-1])["pages"] == 0
         else:
             assert json.loads(file.read_text().splitlines()[-1])["pages"] == 0
-            assert "memory 0.0 % of 2.0 MiB, 0 pages · clients 0 of 0 processes" in lines[-1]
+            assert "memory 0.0 % of 1.9 MiB, 0 pages · clients 0 of 0 processes" in lines[-1]
+
+
+def test_a_second_one_on_the_same_socket_and_folder_is_told_of_replace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = socket_path()
+    words = ["serve", "--listen", f"unix:{path}", "--memory", "2MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB"]
+    with subprocess.Popen([sys.executable, "-m", "asynccache", *words, "--quiet"]) as first:
+        try:
+            while not os.path.exists(path):
+                time.sleep(0.02)
+            assert main(words) == 2
+        finally:
+            first.terminate()
+    assert f"listen=unix:{path}: a host process listens there; --replace takes over" in capsys.readouterr().err

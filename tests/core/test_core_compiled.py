@@ -1,7 +1,4 @@
-"""Laws that a compiler could break. They hold for the source and for the modules that are compiled from it.
-
-``pytest --core compiled`` runs them, and all other tests of the core, on the compiled one.
-"""
+"""Laws that a compiler could break, slots against a list, questions in slices."""
 
 from __future__ import annotations
 
@@ -13,18 +10,27 @@ import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from asynccache import compiled
 from asynccache.core import settings
-from asynccache.core.cache import CacheCore, LeaseRequest
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.eviction import EvictionPolicy
-from asynccache.core.plan import Outcome, Status
+from asynccache.core.ledger import SlotPool
+from asynccache.core.passes import Listed, Listing
+from asynccache.core.plan import Clone, Compute, More, Outcome, Status
+from asynccache.core.settings import SLICE_STEPS
 from asynccache.core.tree import Node, Root
 from asynccache.errors import CacheFull, ConfigError, InvariantViolation
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
+
+# Laws that a compiler could break. They hold for the source and for the modules that are compiled from it.
+#
+# ``pytest --core compiled`` runs them, and all other tests of the core, on the compiled one.
+
 
 ROOT = Path(compiled.PACKAGE).parent
 
@@ -233,4 +239,144 @@ def test_numbers_may_be_larger_than_a_machine_word(number: int) -> None:
         core.advance(grant.lease, number)
         core.truncate(grant.lease, number)
         core.release(grant.lease)
+    run.audit(idle=True)
+
+
+# SlotPool against a plain list: the same multiset of slots whatever is taken and given, and none twice.
+
+
+def numbers(slots: bytes) -> list[int]:
+    return list(memoryview(slots).cast("i"))
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 255, 256, 257, 1000])
+def test_every_slot_is_either_free_or_taken_once(capacity: int) -> None:
+    random, pool = Random(capacity), SlotPool(capacity)
+    held: list[bytes] = []
+    for _ in range(400):
+        if held and random.random() < 0.5:
+            run = held.pop(random.randrange(len(held)))
+            at = 4 * random.randrange(len(run) // 4 + 1)
+            pool.give(run[:at])
+            pool.give(run[at:])
+        else:
+            held.append(pool.take(random.randrange(min(pool.left, 300) + 1)))
+        taken = [slot for run in held for slot in numbers(run)]
+        assert sorted(taken + list(pool.free())) == list(range(capacity))
+        assert pool.left == capacity - len(taken)
+
+
+def test_what_was_given_back_last_is_taken_first_and_in_order() -> None:
+    pool = SlotPool(600)
+    first, second = pool.take(40), pool.take(40)
+    pool.give(first)
+    pool.give(second)
+    assert pool.take(40) == second
+    assert pool.take(40) == first
+
+
+def test_single_slots_that_come_back_do_not_pile_up_as_single_runs() -> None:
+    pool = SlotPool(4096)
+    slots = numbers(pool.take(4096))
+    Random(1).shuffle(slots)
+    for slot in slots:
+        pool.give(slot.to_bytes(4, "little"))
+    assert len(pool._runs) <= 4096 // 8
+
+
+def test_more_than_there_are_is_a_bug_and_takes_nothing() -> None:
+    pool = SlotPool(10)
+    with pytest.raises(InvariantViolation, match="took 11 slots, 10 are free"):
+        pool.take(11)
+    assert pool.left == 10
+
+
+# Questions to every node come in slices, and are right also when nodes leave between two.
+
+
+TEXTS = 2 * SLICE_STEPS + 1
+
+
+def wide(**options: int) -> SynchronousRuntime:
+    """So many nodes that one slice does not do."""
+    run = SynchronousRuntime(core_config(device=2 * TEXTS, host=64, publish=False, **options))  # type: ignore[arg-type]
+    for i in range(TEXTS):
+        answer = run.core.lease(LeaseRequest(SPACE, spell(chr(1000 + i)), 0, 4, 4))
+        assert isinstance(answer, Grant)
+        run.core.commit(answer.lease, spell(chr(1000 + i)), i.to_bytes(32, "little"))
+        run.core.release(answer.lease)
+    return run
+
+
+def test_what_is_unsaved_is_counted_in_slices() -> None:
+    survey = wide(write_policy="write_back").core.survey()  # type: ignore[arg-type]
+    slices = 1
+    while isinstance(answer := survey.unsaved(), More):
+        slices += 1
+    assert slices >= 3
+    assert answer == (TEXTS, 0)
+
+
+def listed(run: SynchronousRuntime, listing: Listing) -> Listed:
+    while isinstance(answer := listing.some(), More):
+        run.perform(answer.plan)
+    return answer
+
+
+def test_all_pages_are_listed_in_slices_also_those_that_leave_between_them() -> None:
+    run = wide(write_policy="write_back")  # type: ignore[arg-type]
+    listing = run.core.listing(SPACE)
+    assert isinstance(listing.some(), More)
+    while isinstance(run.core.invalidate(SPACE), More):
+        pass
+    answer = listed(run, listing)
+    assert sorted(answer.hashes) == sorted(i.to_bytes(32, "little") for i in range(TEXTS))
+    assert answer.writes == set()
+    assert listed(run, run.core.listing(b"other".ljust(32))) == ([], set())
+
+
+def test_pages_of_a_batch_that_fails_while_they_are_listed_are_on_the_list() -> None:
+    """A backup may have written them already."""
+    run = SynchronousRuntime(core_config())
+    batch = run.lease(spell("abcd"))
+    assert batch is not None
+    batch.compute(4 * run.page, True)
+    assert batch.commit(computed=False)
+    listing = run.core.listing(SPACE)
+    run.tell(*run.in_flight(Compute))
+    assert len(listed(run, listing).hashes) == 4
+    batch.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_one_leaves() -> None:
+    run = SynchronousRuntime(core_config(device=32, host=0))
+    run.insert("abcdef")
+    run.settle()
+    survey = run.core.survey()  # the walk has found the node, and has not visited it
+    run.insert("abcX")
+    run.settle()
+    lower = run.core.world.find(SPACE, spell("abcdef"))[0][-1]
+    run.core._transfers.room.evict(lower, 0)
+    upper = run.core.world.find(SPACE, spell("abcdef"))[0]
+    assert [node.end for node in upper] == [3]
+    assert survey.unsaved() == (4, 0)
+    run.core.world.plan()
+
+
+def test_a_probe_copies_nothing() -> None:
+    run = SynchronousRuntime(core_config("full,mamba"))
+    run.insert("abcd", checkpoint=4)
+    run.settle()
+    ask = run.ask(spell("abcdX"))
+    for load, clones in ((False, 0), (True, 1)):
+        answer = run.core.lease(ask._replace(load=load))
+        assert isinstance(answer, Grant)
+        assert answer.lease.cached == 16
+        assert sum(isinstance(effect, Clone) for effect in answer.plan.effects) == clones
+        run.perform(answer.plan)
+        run.settle()
+        run.perform(run.core.release(answer.lease))
+    run.settle()
     run.audit(idle=True)

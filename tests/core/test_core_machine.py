@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.simulated.leading import leading
@@ -20,11 +20,13 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_t
 
 
 def play(examples: int, steps: int, *, random_seed: int | None = None, **attributes: Any) -> None:
-    """Run a machine with these attributes: the same examples each time, or those that ``random_seed`` gives."""
+    """Run a machine with these attributes: the same examples each time, or those that ``random_seed`` gives. Only the
+    former are shrunk when they fail: it may take many minutes, and a campaign wants to know at once what failed."""
     machine: Any = type("Machine", (CacheMachine,), attributes)
     chosen = settings(
         max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=CHECKS, print_blob=True,
         derandomize=random_seed is None, database=None,
+        phases=list(Phase) if random_seed is None else [Phase.generate],
     )  # fmt: skip
     run_state_machine_as_test(machine if random_seed is None else seed(random_seed)(machine), settings=chosen)
 

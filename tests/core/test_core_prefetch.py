@@ -1,5 +1,4 @@
-"""Prefetch: which pages storage must have, which are adopted, which are given back; SWA and MAMBA all or nothing; no
-page leaks."""
+"""Prefetch: which pages storage must have, which are adopted, which are claimed, which are given back."""
 
 from __future__ import annotations
 
@@ -11,9 +10,14 @@ from typing import Any
 import pytest
 
 from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
-from asynccache.core.plan import BackupHost, Plan, Status, Wait
+from asynccache.core.plan import BackupHost, BackupStorage, More, Plan, Status, Wait
+from asynccache.core.settings import CoreConfig
 from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
+
+# Prefetch: which pages storage must have, which are adopted, which are given back; SWA and MAMBA all or nothing; no
+# page leaks.
+
 
 TEXT = "abcdefgh"
 
@@ -593,3 +597,448 @@ def test_the_host_short_of_states_takes_none() -> None:
     assert not fetch.take_aux(32)
     fetch.release()
     assert_idle(run)
+
+
+# Prefetch where the host is short of SWA pages alone: windows that lie partly in an anchor whose own part is gone,
+# stays, or comes back while the fetch is under way. All or nothing each time, and no page leaks.
+
+
+SIX = "abcdef"
+OTHERS = ("mnop", "qrst", "uvwx", "MNOP", "QRST", "UVWX")
+
+
+def narrow(device: int = 16, swa: int = 8, window: int = 16) -> CoreConfig:
+    """Host room for ``swa`` SWA pages, and for any number of FULL's."""
+    config = core_config("full,swa", device=device, host=64, window=window)
+    return dataclasses.replace(
+        config, components=tuple(dataclasses.replace(c, host=swa) if c.kind == SWA else c for c in config.components)
+    )
+
+
+def stored_narrow(**options: int) -> SynchronousRuntime:
+    """A fresh process whose store has every page of TEXT."""
+    first = SynchronousRuntime(core_config("full,swa", window=options.get("window", 16)))
+    first.insert(SIX)
+    first.flush()
+    return SynchronousRuntime(narrow(**options), storage=first.storage)
+
+
+def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
+    """The store does not have SWA of these pages of TEXT any more."""
+    chain = run.chain(SPACE, spell(SIX))
+    for page in pages:
+        del run.storage[SWA, chain[page]]
+
+
+def insert(run: SynchronousRuntime, *texts: str) -> None:
+    for text in texts:
+        run.insert(text)
+        run.settle()
+
+
+def clear_device(run: SynchronousRuntime) -> None:
+    """A request takes every page of the device for a moment."""
+    for _ in range(100):
+        request = run.lease(b"", new=16 * run.page)
+        if request is not None:
+            request.release()
+            return
+        run.settle()
+    raise AssertionError("the device is never free")
+
+
+def push_out(run: SynchronousRuntime) -> None:
+    """Others take all of SWA's host pages; then the device is cleared. A leaf would go whole: what has been continued
+    keeps FULL, as its continuation goes first."""
+    for other in OTHERS:
+        insert(run, other)
+        clear_device(run)
+    run.settle()
+
+
+def opened_six(run: SynchronousRuntime, text: str = SIX) -> Fetch:
+    fetch = open_fetch(run, spell(text))
+    assert isinstance(fetch, Fetch), fetch
+    return fetch
+
+
+def host(run: SynchronousRuntime) -> list[tuple[int, int]]:
+    """(free, evictable) pages of FULL and SWA."""
+    return [(shelf.free, shelf.evictable) for shelf in run.core.statistics().host]
+
+
+def assert_read_back(run: SynchronousRuntime, text: str) -> None:
+    """A request that hits all of it, every byte right, and nothing is left behind it."""
+    request = run.lease(spell(text + "!"))
+    assert request is not None
+    assert request.lease.cached == len(text) * run.page
+    run.settle()
+    assert request.ready
+    request.verify()
+    request.release()
+    assert_nothing_leaked(run)
+
+
+def assert_nothing_leaked(run: SynchronousRuntime) -> None:
+    run.settle()
+    run.audit(idle=True)
+    for shelf in (*run.core.statistics().host, *run.core.statistics().device):
+        assert shelf.free + shelf.evictable == shelf.capacity
+
+
+@pytest.mark.parametrize(
+    ("missing", "end"),
+    [((), 6), ((0, 1), 6), ((5,), 5), ((4,), 4), ((0, 5), 5), ((3,), 3), ((2,), 2), ((0, 4), 0), ((1, 5), 1),
+     ((1, 3), 1)],
+)  # fmt: skip
+def test_an_anchors_part_that_was_evicted_is_fetched_for_the_longest_end_that_storage_has(
+    missing: tuple[int, ...], end: int
+) -> None:
+    """Also for one before the anchor: of FULL nothing is read then."""
+    run = stored_narrow()
+    insert(run, "abcd", "abcdPQRST")
+    push_out(run)
+    assert run.reach("abcd") == (0, 0), "its SWA is gone on both tiers"
+    lose(run, missing)
+    if end:
+        fetch = opened_six(run)
+        assert (fetch.shape.anchor, fetch.shape.swa) == (4 * min(4, end), ()), "its FULL is not"
+        assert fetch.finish() == end * 4
+        assert run.reach(SIX) == (0, end)
+        assert_read_back(run, SIX[:end])
+    else:
+        assert open_fetch(run, spell(SIX)) == MISS
+    assert_nothing_leaked(run)
+
+
+def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() -> None:
+    run = stored_narrow()
+    insert(run, "abcd")
+    lose(run, (0, 1, 2, 3))
+    fetch = opened_six(run)
+    assert (fetch.shape.anchor, fetch.shape.swa) == (16, ((0, 16),))
+    fetch.take_full(2)
+    insert(run, *OTHERS[:4])
+    assert run.reach("abcd") == (0, 4), "on the device it is gone, and without the pin it were on the host, too"
+    assert run.lease(b"", new=16 * run.page) is None, "only the fetch can make room for the backups it waits for"
+    assert fetch.take_aux(24)
+    fetch.commit(24, holders=[1])
+    run.settle()
+    assert run.reach(SIX) == (0, 6)
+    run.perform(run.core.release_claim(1))
+    assert_nothing_leaked(run)
+
+
+def test_an_anchors_part_goes_once_the_fetch_was_released() -> None:
+    run = stored_narrow()
+    insert(run, "abcd")
+    lose(run, (0, 1, 2, 3))
+    fetch = opened_six(run)
+    fetch.take_full(2)
+    fetch.release()
+    push_out(run)
+    assert run.reach("abcd") == (0, 0)
+    assert_nothing_leaked(run)
+
+
+def tombstone() -> tuple[SynchronousRuntime, Fetch]:
+    """All of FULL is on the host and none of SWA; a fetch brings the window."""
+    run = stored_narrow(window=8)
+    insert(run, SIX, SIX + "PQRST")
+    push_out(run)
+    assert run.reach(SIX) == (0, 0)
+    fetch = opened_six(run)
+    assert fetch.shape.anchor == len(SIX) * 4
+    assert fetch.usable() == len(SIX) * 4
+    assert fetch.take_aux(24)
+    return run, fetch
+
+
+def test_a_host_tombstone_is_filled() -> None:
+    run, fetch = tombstone()
+    fetch.commit(24)
+    assert run.reach(SIX) == (0, 6)
+    assert_read_back(run, SIX)
+
+
+@pytest.mark.parametrize("settled", [True, False], ids=["after its backup", "before its backup"])
+def test_a_tombstone_that_was_refilled_meanwhile_keeps_what_it_has(settled: bool) -> None:
+    run, fetch = tombstone()
+    run.insert(SIX)
+    if settled:
+        run.settle()
+    fetch.commit(24)
+    assert run.reach(SIX) == (6, 6)
+    assert_nothing_leaked(run)
+    assert_read_back(run, SIX)
+
+
+def test_a_tombstone_that_was_split_meanwhile_is_filled_in_every_part() -> None:
+    run, fetch = tombstone()
+    insert(run, "abcdeX")
+    fetch.commit(24)
+    assert run.reach(SIX)[1] == 6
+    assert_read_back(run, SIX)
+
+
+def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
+    run = stored_narrow(swa=3, window=16)
+    before = host(run)
+    fetch = opened_six(run)
+    fetch.take_full(6)
+    assert not fetch.take_aux(24)
+    fetch.release()
+    assert host(run) == before
+    assert run.reach(SIX) == (0, 0)
+    assert all((FULL, digest) in run.storage for digest in run.chain(SPACE, spell(SIX)))
+    assert_nothing_leaked(run)
+
+
+def test_of_a_window_that_is_there_in_part_only_the_rest_is_fetched() -> None:
+    """Also where what is gone lies between what is there and the anchor, and storage has no more than what is gone."""
+    run = stored_narrow()
+    insert(run, "abcd", SIX)
+    world = run.core.world
+    node = next(iter(world.roots[SPACE].children.values()))  # type: ignore[union-attr]
+    (last,) = node.children.values()  # type: ignore[union-attr]
+    for place in (SWA, SWA + world.count):
+        world.vacate(last, place)
+    lose(run, (0, 1, 2, 3))
+    fetch = opened_six(run)
+    assert (fetch.shape.anchor, fetch.shape.swa) == (24, ((0, 16),))
+    assert fetch.finish() == 24
+    assert_read_back(run, SIX)
+
+
+# Claims: the pages that a prefetch brought stay on the host until its lease is granted, and block nobody for ever.
+
+
+TEXTS = ("abcd", "efgh", "ijkl", "mnop")
+
+
+def stored_texts(components: str = "full", **options: Any) -> SynchronousRuntime:
+    """A fresh process with this little room, whose store has every text."""
+    first = SynchronousRuntime(core_config(components, device=256, host=256))
+    for text in TEXTS:
+        first.insert(text, checkpoint=4 if "mamba" in components else 0)
+    first.flush()
+    return SynchronousRuntime(core_config(components, **options), storage=first.storage)
+
+
+def fetch(run: SynchronousRuntime, text: str, *holders: int, begin: Begin = Begin.NEXT) -> int:
+    """Prefetch it for these; how many pages."""
+    opened = open_fetch(run, spell(text), begin=begin)
+    assert isinstance(opened, Fetch), opened
+    return opened.finish(holders=holders) // run.page
+
+
+def drop(run: SynchronousRuntime, *holders: int) -> None:
+    for holder in holders:
+        run.perform(run.core.release_claim(holder))
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+def test_what_is_claimed_is_not_evicted(components: str) -> None:
+    run = stored_texts(components, host=8)
+    fetch(run, "abcd", 1)
+    for text in TEXTS[1:]:
+        fetch(run, text)
+    assert run.reach("abcd") == (0, 4)
+    assert run.reach("efgh") == (0, 0)
+    drop(run, 1)
+    fetch(run, "efgh")
+    fetch(run, "mnop")
+    assert run.reach("abcd") == (0, 0)
+    run.audit(idle=True)
+
+
+def test_a_claim_of_what_is_there_already_is_as_good() -> None:
+    run = stored_texts(host=8)
+    fetch(run, "abcd")
+    run.perform(run.core.claim(1, SPACE, spell("abcdX")))
+    for text in TEXTS[1:]:
+        fetch(run, text)
+    assert run.reach("abcd") == (0, 4)
+    drop(run, 1)
+    run.audit(idle=True)
+
+
+def test_a_shared_page_stays_until_the_last_claim_is_dropped() -> None:
+    run = stored_texts(host=8)
+    fetch(run, "abcd", 1, 2)
+    drop(run, 1)
+    for text in TEXTS[1:]:
+        fetch(run, text)
+    assert run.reach("abcd") == (0, 4)
+    drop(run, 2, 2)
+    run.audit(idle=True)
+
+
+def test_a_claim_is_counted_right_when_its_node_splits() -> None:
+    run = stored_texts("full,swa,mamba", host=8)
+    fetch(run, "abcd", 1)
+    run.insert("abcx")
+    run.settle()
+    run.audit()
+    assert run.core.statistics().splits == 1
+    assert run.reach("abcd")[1] == 4
+    drop(run, 1)
+    run.audit(idle=True)
+
+
+def test_a_prefetch_waits_for_room_that_is_claimed_and_holds_nothing() -> None:
+    run = stored_texts(host=6)
+    fetch(run, "abcd", 1)
+    assert open_fetch(run, spell("efgh")) == Wait()
+    run.audit()
+    drop(run, 1)
+    assert fetch(run, "efgh") == 4
+    run.audit(idle=True)
+
+
+def test_what_a_prefetch_may_still_take_is_promised_to_it() -> None:
+    run = stored_texts(device=64, host=6)
+    opened = open_fetch(run, spell("abcd"))
+    assert isinstance(opened, Fetch)
+    assert open_fetch(run, spell("efgh")) == Wait()
+    run.insert("uvw")
+    assert run.in_flight(BackupHost) == [], "a backup took the pages of a prefetch"
+    assert opened.finish() == 16
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_one_that_waited_long_enough_takes_the_oldest_claims_that_no_lease_is_waiting_with() -> None:
+    run = stored_texts(host=12)
+    for holder, text in enumerate(TEXTS[:3]):
+        fetch(run, text, holder)
+    run.core.confirm_claim(0, True)
+    assert fetch(run, "mnop", begin=Begin.NOW) == 4
+    assert [run.reach(text)[1] for text in TEXTS] == [4, 0, 4, 4]
+    drop(run, 0, 1, 2)
+    run.audit(idle=True)
+
+
+def test_one_that_waited_long_enough_takes_what_it_can_get() -> None:
+    run = stored_texts(host=6)
+    fetch(run, "abcd", 1)
+    run.core.confirm_claim(1, True)
+    assert fetch(run, "efgh", begin=Begin.NOW) == 2
+    assert run.reach("abcd") == (0, 4)
+    drop(run, 1)
+    run.audit(idle=True)
+
+
+def test_whose_turn_it_is_not_waits_although_there_is_room() -> None:
+    run = stored_texts()
+    assert open_fetch(run, spell("efgh"), begin=Begin.LATER) == Wait()
+    run.audit(idle=True)
+
+
+def test_a_lease_takes_claims_before_an_only_copy_is_lost() -> None:
+    run = stored_texts(device=8, host=8)
+    fetch(run, "abcd", 1)
+    fetch(run, "efgh", 2)
+    run.core.confirm_claim(1, True)
+    run.core.confirm_claim(2, True)
+    run.insert("stuvwxyz")
+    assert run.in_flight() == []
+    assert run.lease(spell("STUV")) is None
+    assert run.in_flight(BackupHost), "the backup has no room, and the claims were kept"
+    run.settle()
+    request = run.lease(spell("STUV"))
+    assert request is not None
+    assert run.core.statistics().lost_pages == 0
+    request.release()
+    drop(run, 1, 2)
+    run.settle()
+    run.audit(idle=True)
+
+
+@pytest.mark.parametrize("fetched", [("abcd", "efgh"), ("efgh", "abcd")], ids=" ".join)
+def test_the_claim_of_the_request_that_came_last_goes_first(fetched: tuple[str, str]) -> None:
+    run = stored_texts(device=4, host=8)
+    for text in fetched:
+        fetch(run, text, 1 if text == "abcd" else 2)
+    run.core.confirm_claim(1, True)
+    run.core.confirm_claim(2, True)
+    run.insert("stuv")
+    assert run.lease(spell("STUV")) is None
+    assert (run.reach("abcd")[1], run.reach("efgh")[1]) == (4, 0)
+    drop(run, 1, 2)
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_an_invalidated_namespace_keeps_no_claims() -> None:
+    run = stored_texts(host=8)
+    fetch(run, "abcd", 1)
+    while isinstance(answer := run.core.invalidate(SPACE), More):
+        run.perform(answer.plan)
+    run.perform(answer)
+    assert run.core.statistics().nodes == 0
+    drop(run, 1)
+    run.audit(idle=True)
+
+
+# only copies
+
+
+def test_a_lease_waits_while_the_host_is_full_of_pages_on_their_way_to_storage() -> None:
+    run = SynchronousRuntime(core_config(device=8, host=4))
+    run.insert("abcd")
+    run.complete(*run.in_flight(BackupHost))
+    assert run.in_flight(BackupStorage)
+    run.insert("efgh")
+    assert run.lease(spell("stuvwxyz")) is None
+    run.settle()
+    request = run.lease(spell("stuvwxyz"))
+    assert request is not None
+    assert run.core.statistics().lost_pages == 0
+    request.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_what_storage_has_is_not_backed_up_again_at_the_cost_of_waiting() -> None:
+    run = stored_texts(device=8, host=8)
+    fetch(run, "abcd")
+    request = run.lease(spell("abcd!"))
+    assert request is not None
+    run.settle()
+    request.release()
+    fetch(run, "efgh", 1)
+    fetch(run, "ijkl", 2)
+    assert run.reach("abcd") == (4, 4), "on the device alone by now"
+    other = run.lease(spell("STUVWXYZ"))
+    assert other is not None
+    assert run.core.statistics().lost_pages == 0
+    assert (run.reach("efgh")[1], run.reach("ijkl")[1]) == (4, 4)
+    other.release()
+    drop(run, 1, 2)
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_a_lease_waits_for_backups_rather_than_take_a_shorter_match() -> None:
+    run = SynchronousRuntime(core_config(device=12, host=16, max_backup_ops=1, storage=False))
+    run.insert("abcd")
+    run.settle()
+    push_out = run.lease(spell("z" * 12))
+    assert push_out is not None
+    push_out.release()
+    run.insert("stuv")
+    run.insert("wxyz")  # its backup must wait for the one before it
+    assert run.reach("abcd") == (0, 4)
+    ask = run.ask(spell("abcdX"))._replace(chunk=run.page)
+    answer = run.core.lease(ask)
+    assert isinstance(answer, Wait), "one page is free, so it computes again what the host has"
+    run.perform(answer.plan)
+    run.settle()
+    answer = run.core.lease(ask)
+    assert isinstance(answer, Grant)
+    assert answer.lease.cached == 16
+    run.perform(answer.plan)
+    run.perform(run.core.release(answer.lease))
+    run.settle()
+    run.audit(idle=True)

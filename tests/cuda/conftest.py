@@ -9,7 +9,7 @@ import pytest
 from asynccache.memory.cuda.device import CudaDevice, open_device
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.host_copies import Faults
-from tests.cuda.gpu import GPU
+from tests.cuda.cuda_kit import GPU
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 Make = Callable[..., CudaDevice]

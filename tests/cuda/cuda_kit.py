@@ -1,11 +1,17 @@
-"""Shared by the tests of this folder: an engine with a stream of its own, and pools on a simulated driver."""
+"""Shared by the tests of this folder: an engine with a stream of its own, pools on a simulated driver, the mark of
+tests that need a GPU."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 
+import pytest
 import torch
 
+from asynccache.memory.cuda.cupy_driver import find
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.settings import CudaSettings
@@ -13,6 +19,24 @@ from asynccache.memory.cuda.streams import CudaEngineStream
 from asynccache.memory.device import Event
 from asynccache.memory.pools import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
+
+# The mark of tests that need a GPU: they say why they are skipped, and never pass without having run.
+#
+# With ``ASYNCCACHE_GPU=required``, as ``make test-gpu`` has it, such a test fails instead (``tests/conftest.py``).
+
+
+# A warning is an error in tests. One of cupy's, or of what cupy imports, says nothing about the GPU.
+with warnings.catch_warnings(), suppress(Exception):  # ``find`` says what is wrong
+    warnings.simplefilter("ignore")
+    import_module("cupy")
+
+MISSING = find().missing
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=f"needs a GPU: {MISSING}")]
+
+
+# Shared by the tests of this folder: an engine with a stream of its own, and pools on a simulated driver.
+
 
 DMA = CudaSettings(kernel_loads_below=0)
 KERNEL = CudaSettings(kernel_loads_below=1 << 62, kernel_backups_below=1 << 62)

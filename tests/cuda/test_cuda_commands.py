@@ -1,23 +1,44 @@
-"""``asynccache doctor`` and ``stress``: their output without a GPU, and with a simulated one. Figures on such a driver
-mean nothing."""
+"""The commands and the benchmark of CUDA with a simulated driver and without a GPU."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from pathlib import Path as FilePath
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from asynccache.cli import doctor
 from asynccache.cli.main import main
+from asynccache.errors import CacheClosed
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.libcuda import DriverError
+from asynccache.memory.cuda.libcuda import DriverError, Spans
 from asynccache.memory.cuda.settings import CudaSettings
+from asynccache.memory.device import CopyDirection
+from benchmarks import cuda, cuda_copies, cuda_engine
 from tests.cuda.conftest import Make
+from tests.cuda.cuda_kit import GPU, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
+from tests.cuda.test_cuda_driver import FakeLibrary, spans
+
+# ``asynccache doctor`` and ``stress``: their output without a GPU, and with a simulated one. Figures on such a driver
+# mean nothing.
+
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -157,3 +178,416 @@ def test_stress_runs_on_the_device_with_faults_and_cancellations(
 def test_stress_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stress", "--device", "cuda:0", "--requests", "1", "--quiet"]) == 2
     assert "asynccache: device=cuda:0: " in capsys.readouterr().err
+
+
+# ``python -m benchmarks.cuda``: every figure with a simulated driver, and what it says without a GPU. Figures of such
+# a driver mean nothing; that they are there, and that the copies they are made of move the right bytes, does.
+
+
+ROOT = Path(__file__).parents[2]
+IN, OUT, WITHIN = CopyDirection.IN, CopyDirection.OUT, CopyDirection.WITHIN
+
+
+@WITHOUT
+def test_without_a_gpu_the_program_ends_with_a_sentence_and_a_status() -> None:
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    told = subprocess.run([sys.executable, "-W", "error", "-m", "benchmarks.cuda", "--json"], cwd=ROOT, env=path,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
+    assert told.stderr.startswith("benchmarks.cuda: there is no GPU to measure: ")
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--device", "cpu"], "cpu is no GPU"), (["nothing"], "'nothing' is none of pieces, pages, "),
+])
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: Any = cuda.main(arguments)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert says in capsys.readouterr().err
+
+
+class TorchStream:
+    """``torch.cuda.Stream``, whose kernels run at once. Made by ``torch_on``."""
+
+    driver: SimulatedCuda
+
+    def __init__(self, device: int) -> None:
+        self.cuda_stream = self.driver.stream_create()
+
+
+class TorchEvent:
+    """``torch.cuda.Event``: the host's clock, since kernels run at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: TorchStream) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: TorchEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def torch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimulatedCuda], None]:
+    """torch with a GPU: products on the CPU, streams on this driver."""
+
+    def put(driver: SimulatedCuda) -> None:
+        monkeypatch.setattr(TorchStream, "driver", driver, raising=False)
+        randn = torch.randn
+        monkeypatch.setattr(torch, "randn", lambda *size, device, **rest: randn(*size, **rest))
+        for name, thing in (("Stream", TorchStream), ("Event", TorchEvent), ("stream", nullcontext),
+                            ("synchronize", lambda index: None)):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, thing)
+
+    return put
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and small copies: a simulated driver moves a page in milliseconds."""
+    for name, value in {"SIZE": 1 << 20, "MOST": 1 << 16, "WIDTHS": (4 << 10, 64 << 10), "COUNTS": (8, 16), "ROUNDS": 1,
+                        "ROWS": (1 << 10,), "PAGES": 4, "LAYERS": 4}.items():
+        monkeypatch.setattr(cuda_copies, name, value)
+    for name, value in {"SIDE": 8, "LAYERS": 4, "LOADS": ((1 << 10, 8),), "ROUNDS": 1, "SAMPLES": 2, "WAKES": 3,
+                        "PRODUCTS": 2, "TOKEN_COPIES": 3, "PIECES": 8, "PINNED": 1 << 20, "BUSY": 0.001,
+                        "CALLS": (("a copy", 4 << 10, 1), ("a launch", 4 << 10, 20))}.items():
+        monkeypatch.setattr(cuda_engine, name, value)
+
+
+def raw_on(driver: SimulatedCuda) -> cuda_copies.RawCalls:
+    """Calls that move bytes as CUDA's do: ``cuMemcpyBatchAsync`` and ``cudaMemcpy2DAsync``."""
+    directions = {1: IN, 2: OUT}
+
+    def batch(stream: int, copies: Spans, order: int, flags: int) -> None:
+        on_host = int(copies.dst[0]) in range(*next((a, a + n) for a, n in driver.pinned.items()))
+        from_host = int(copies.src[0]) in range(*next((a, a + n) for a, n in driver.pinned.items()))
+        assert order == 1 or from_host, "only from memory that nobody writes"
+        driver.copy(stream, OUT if on_host else IN if from_host else WITHIN, copies)
+
+    def copy_2d(dst: int, to: int, src: int, of: int, width: int, height: int, kind: int, stream: int) -> None:
+        to_rows, of_rows = (np.array([base + i * pitch for i in range(height)], np.uint64)
+                            for base, pitch in ((dst, to), (src, of)))  # fmt: skip
+        driver.copy(stream, directions[kind], Spans(to_rows, of_rows, np.full(height, width, np.uint64)))
+
+    return cuda_copies.RawCalls(batch, copy_2d)
+
+
+def test_the_command_measures_and_tells_everything(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    device, path = simulated_device(), tmp_path / "cuda.json"
+    torch_on(driver_of(device))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
+    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+    assert cuda.main(["--json", str(path)]) == 0
+    figures, said = json.loads(path.read_text()), capsys.readouterr().out
+    assert list(figures["seconds"]) == list(cuda.PARTS)
+    assert [(row["direction"], row["width"], row["pieces"]) for row in figures["pieces"]] == [
+        (towards.value, width, count) for towards in (OUT, IN, WITHIN) for width in (4096, 65536) for count in (8, 16)
+        if width * count <= 1 << 19
+    ]  # fmt: skip
+    ways = {OUT.value: {"engines", "kernel 2", "kernel 4", "kernel 8", "single", "no flag"}}
+    ways[IN.value] = ways[OUT.value] | {"any"}
+    ways[WITHIN.value] = {"engines", "kernel 8", "kernel 64", "single", "no flag"}
+    assert all(row["gb_s"].keys() == row["call_us"].keys() == ways[row["direction"]] for row in figures["pieces"])
+    assert all(rate > 0 for row in figures["pieces"] for rate in row["gb_s"].values())
+    assert all(rate > 0 for rate in figures["large_gb_s"].values())
+    assert [(row["direction"], row["row"]) for row in figures["pages"]] == [(OUT.value, 1024), (IN.value, 1024)]
+    assert [row["counted"] for row in figures["queue"]] == [1, 2]
+    assert {row["beside"] for row in figures["waking"]} == {"nothing", "Python", "Python, 0.5 ms"}
+    assert all(0 < row["wake_p50_us"] <= row["wake_p99_us"] for row in figures["waking"])
+    assert len(figures["beside"]) == 1 + 2 * (2 + 3)
+    assert all(row["gb_s"] >= 0 and row["token_copy_p50_us"] > 0 for row in figures["beside"][1:])
+    assert [(row["path"], row["tokens"]) for row in figures["loads"]] == [("engines", 8 * 16), ("kernel", 8 * 16)]
+    assert figures["pinning"]["pin_s"] >= 0
+    assert [one["direction"] for one in figures["settings"]] == [OUT.value, IN.value]
+    for title in ("8 pieces in a call: GB/s", "2-D copies", "behind a busy stream", "A load of 32 layers, ms, and a",
+                  "Beside copies", "Loads of 32 layers beside computing", "Pinning 1.0 MiB",
+                  "sys.setswitchinterval(0.0005)", "what these figures would set",
+                  "batches sources read in any order"):  # fmt: skip
+        assert title in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("part", cuda.PARTS)
+def test_each_part_can_be_measured_alone_and_without_calls_that_the_cache_does_not_make(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], part: str
+) -> None:
+    device, told = simulated_device(), list[str]()
+    torch_on(driver_of(device))
+    figures = cuda.measure(device, [part], told.append)
+    assert told[0] == cuda.PARTS[part]
+    assert part in figures
+    assert sum(other in figures for other in cuda.PARTS) == 1
+    for chart in cuda.charts({"device": figures["device"], **figures}):
+        assert chart.rows
+
+
+@pytest.mark.parametrize("towards", [OUT, IN])
+def test_a_page_in_two_dimensions_is_the_same_page(simulated_device: Make, small: None, towards: CopyDirection) -> None:
+    device = simulated_device()
+    driver = driver_of(device)
+    memory = cuda_copies.Memory(driver)
+    dst, src = memory.bases(towards)
+    pages = cuda_copies.Pages(memory, raw_on(driver), towards, 1 << 10)
+    random = np.random.default_rng(3).integers(1, 256, cuda_copies.SIZE, np.uint8).tobytes()
+    ctypes.memmove(src, random, len(random))
+    arrived = []
+    for copies in (pages.in_2d, pages.in_rows):
+        ctypes.memset(dst, 0, cuda_copies.SIZE)
+        copies()
+        driver.stream_synchronize(memory.stream)
+        arrived.append(ctypes.string_at(dst, cuda_copies.SIZE))
+    assert arrived[0] == arrived[1]
+    assert sum(map(bool, arrived[0])) == pages.bytes
+    memory.close()
+    asyncio.run(device.aclose())
+
+
+@pytest.mark.parametrize("towards", [OUT, IN, WITHIN])
+def test_every_way_moves_the_same_pieces(simulated_device: Make, small: None, towards: CopyDirection) -> None:
+    device = simulated_device()
+    driver = driver_of(device)
+    memory = cuda_copies.Memory(driver)
+    dst, src = memory.bases(towards)
+    pieces = cuda_copies.Pieces(memory, towards, 4 << 10, 16)
+    random = np.random.default_rng(3).integers(1, 256, cuda_copies.SIZE, np.uint8).tobytes()
+    ctypes.memmove(src, random, len(random))
+    arrived = {}
+    for way, copy in pieces.ways(raw_on(driver)).items():
+        ctypes.memset(dst, 0, cuda_copies.SIZE)
+        copy()
+        driver.stream_synchronize(memory.stream)
+        arrived[way] = ctypes.string_at(dst, cuda_copies.SIZE)
+    assert len(set(arrived.values())) == 1, arrived.keys()
+    assert sum(map(bool, arrived["engines"])) == pieces.bytes == 16 * 4096
+    memory.close()
+    asyncio.run(device.aclose())
+
+
+def test_the_calls_that_the_cache_does_not_make_have_their_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeLibrary()
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, kind, lambda name: library)
+    raw = cuda_copies.raw_calls(SimpleNamespace(runtime=SimpleNamespace(memcpy2DAsync=print)))
+    assert raw.copy_2d is print
+    assert raw.batch is not None
+    raw.batch(0x77, spans(3), 3, 0)
+    assert library.seen["words"] == [[(1 << 40) + i for i in range(3)], [(2 << 40) + i for i in range(3)], [1, 2, 3]]
+    assert library.seen["attributes"] == [3, 0, 0, 0, 0, 0]
+    assert (library.seen["kinds"], library.seen["indices"], library.seen["stream"]) == (1, 0, 0x77)
+
+
+def rows(engines: dict[int, float], few_kernel: float = 40.0) -> list[Any]:
+    """Rows of loads, whose kernel reaches 40 GB/s with 512 pieces; ``engines``: their rate by width in KiB."""
+    return [
+        {"direction": IN.value, "width": kib << 10, "pieces": count,
+         "gb_s": {"engines": rate, "kernel 2": 20.0, "kernel 4": 38.0,
+                  "kernel 8": 40.0 if count == 512 else few_kernel}}
+        for kib, rate in engines.items() for count in (8, 32, 512)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engines", "few_kernel", "below", "few"), [
+    ({4: 5, 16: 20, 64: 36, 512: 50}, 40.0, 64 << 10, 8),
+    ({4: 5, 16: 20, 64: 36, 512: 50}, 10.0, 64 << 10, 512),
+    ({4: 50, 16: 50, 64: 50, 512: 50}, 40.0, 0, None),
+    ({4: 5, 16: 5, 64: 5, 512: 5}, 40.0, 1 << 20, 8),
+])
+def test_the_settings_that_figures_speak_for(
+    engines: dict[int, float], few_kernel: float, below: int, few: int | None
+) -> None:
+    """The threshold is where the copy engines suffice for many pieces; ``few`` where the kernel pays; blocks are the
+    least that are nearly as fast as the best."""
+    told = cuda_copies.suggested(rows(engines, few_kernel), IN, CudaSettings(blocks=8))
+    assert told["kernel_below"]["measured"] == below
+    assert told["few"]["measured"] == few
+    assert told["blocks"] == {"set": 8, "measured": 4}
+
+
+def test_what_the_driver_refuses_of_ways_that_the_cache_does_not_go_has_no_figure(
+    simulated_device: Make, small: None
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DriverError("cuMemcpyBatchAsync: invalid argument", code[0])
+
+    device, code = simulated_device(), [1]
+    memory, raw = cuda_copies.Memory(device.driver), cuda_copies.RawCalls(refuse, refuse)
+    ways = [set(row["gb_s"]) for row in cuda_copies.measure_pieces(memory, raw, lambda _: None)]
+    assert all(not way & set(cuda_copies.OTHERS) and "engines" in way for way in ways)
+    code[0] = 700  # the end of the context, and of the measurement
+    with pytest.raises(DriverError):
+        cuda_copies.measure_pieces(memory, raw, lambda _: None)
+    memory.close()
+    asyncio.run(device.aclose())
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ({"pinnable": 1 << 10}, "host memory cannot be pinned"), ({"break_at": 5}, "an illegal memory access"),
+])
+@pytest.mark.parametrize("part", ["pieces", "loads"])
+def test_a_gpu_that_fails_is_one_sentence(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], how: Any, says: str, part: str,
+) -> None:  # fmt: skip
+    device = simulated_device(**how)
+    torch_on(driver_of(device))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
+    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+    assert cuda.main([part, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "benchmarks.cuda: the GPU could not be measured: " in said
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_ctrl_c_closes_the_device_and_gives_its_status(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(memory: object) -> None:
+        raise KeyboardInterrupt
+
+    device = simulated_device()
+    torch_on(driver_of(device))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
+    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+    monkeypatch.setattr(cuda_copies, "measure_large", interrupt)
+    assert cuda.main(["pieces", "--quiet"]) == 130
+    with pytest.raises(CacheClosed):
+        device.stream("late")
+
+
+def test_a_thread_that_copies_beside_counts_its_copies(simulated_device: Make) -> None:
+    driver, done = driver_of(simulated_device()), list[int]()
+    with cuda_engine.Copies(driver, driver.stream_create(), lambda: done.append(1)) as copies:
+        pass
+    assert copies.calls == len(done) > 0
+
+
+def test_a_thread_that_copies_beside_fails_the_measurement(simulated_device: Make) -> None:
+    driver = driver_of(simulated_device())
+
+    def fail() -> None:
+        raise RuntimeError("no copy")
+
+    with pytest.raises(RuntimeError, match="no copy"), cuda_engine.Copies(driver, driver.stream_create(), fail):
+        pass
+
+
+@pytest.mark.parametrize("last", [-1.0, 3600.0])
+def test_a_part_that_would_begin_too_late_is_left_out_and_named(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
+    last: float,
+) -> None:  # fmt: skip
+    device = simulated_device()
+    torch_on(driver_of(device))
+    monkeypatch.setattr(cuda, "LAST_START", last)
+    figures = cuda.measure(device, ["queue", "pinning"], lambda _: None)
+    left_out = ["queue", "pinning"] if last < 0 else []
+    assert figures["left_out"] == left_out
+    assert [part for part in ("queue", "pinning") if part not in figures] == left_out
+    told = [row.name for chart in cuda.charts(figures) for row in chart.rows]
+    assert told[: len(left_out)] == left_out
+
+
+class TestOnAGpu:
+    pytestmark = GPU
+
+    def test_it_measures_everything(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Less of it: other tests share the GPU."""
+        for name, value in {"SIZE": 1 << 28, "WIDTHS": (4 << 10, 64 << 10), "COUNTS": (8, 64), "ROUNDS": 1}.items():
+            monkeypatch.setattr(cuda_copies, name, value)
+        for name, value in {"LOADS": ((16 << 10, 64),), "ROUNDS": 1, "SAMPLES": 2, "WAKES": 20, "PINNED": 1 << 28,
+                            "PRODUCTS": 20, "TOKEN_COPIES": 20}.items():
+            monkeypatch.setattr(cuda_engine, name, value)
+        path = tmp_path / "cuda.json"
+        assert cuda.main(["--quiet", "--json", str(path)]) == 0
+        figures = json.loads(path.read_text())
+        assert not [part for part in cuda.PARTS if not figures.get(part)]
+        assert min(figures["large_gb_s"].values()) > 0.5
+
+
+# ``make test-gpu`` on a machine that has torch and cupy and no package index: what is missing is a sentence, and no
+# test that needs the GPU skips silently.
+
+
+PYTHONPATH = os.pathsep.join(filter(None, sys.path))
+
+
+def run_of(folder: Path) -> subprocess.CompletedProcess[str]:
+    """``make test-gpu`` on this interpreter, with the wheels of ``folder``."""
+    return done("make", "test-gpu", "VENV=", f"PYTHON={sys.executable}", f"WHEELS={folder}", f"GPU_SITE={folder}/site",
+                PIP_NO_INDEX="1")  # fmt: skip
+
+
+def done(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+@WITHOUT
+@pytest.mark.slow(4)
+@pytest.mark.parametrize(("required", "status", "says"), [
+    ("", 0, "1 skipped"), ("required", 1, "ASYNCCACHE_GPU=required, and yet: needs a GPU: "),
+])
+def test_a_gpu_test_without_a_gpu_fails_where_the_gpu_is_required(required: str, status: int, says: str) -> None:
+    ran = done(sys.executable, "-m", "pytest", "-q", "-p", "pytest_asyncio.plugin", "tests/cuda/test_cuda_gpu.py", "-k",
+               "thousands", PYTHONPATH=PYTHONPATH, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", ASYNCCACHE_GPU=required)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    assert says in ran.stdout
+
+
+def test_a_warning_of_cupys_import_does_not_make_the_gpu_tests_skip(tmp_path: Path) -> None:
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text(
+        "import warnings\nwarnings.warn('numpy is newer than we know')\n__version__ = '14.2.0'\n"
+        "class cuda:\n    class runtime:\n        driverGetVersion = getDeviceCount = runtimeGetVersion = int\n"
+    )
+    ran = done(sys.executable, "-W", "error", "-c", "from tests.cuda.cuda_kit import MISSING; print(MISSING)",
+               PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHONPATH}")  # fmt: skip
+    assert ran.stdout == "there is no NVIDIA driver on this machine\n", ran.stderr
+
+
+def test_without_wheels_the_run_says_what_brings_them(tmp_path: Path) -> None:
+    ran = run_of(tmp_path)
+    assert ran.returncode != 0
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"there are no wheels in {tmp_path}; " in ran.stderr
+    assert f"make test-gpu-wheels PYTHON_VERSION={version} brings them" in ran.stderr
+
+
+@WITHOUT
+@pytest.mark.slow(6)
+def test_the_run_unpacks_its_wheels_without_an_index_and_ends_where_doctor_sees_no_gpu(tmp_path: Path) -> None:
+    info = "brought-1.dist-info"
+    with zipfile.ZipFile(tmp_path / "brought-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"brought.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    ran = run_of(tmp_path)
+    assert ran.returncode != 0
+    assert (tmp_path / "site" / "brought.py").exists(), ran.stderr
+    assert "No GPU can be used here: " in ran.stdout
+    assert "test-gpu ends here: " in ran.stderr
+    assert "-m pytest" not in ran.stdout
+
+
+@pytest.mark.parametrize("goals", [["check"], [], ["test-gpu", "clean"]])
+def test_nothing_but_test_gpu_runs_without_a_virtual_environment(goals: list[str]) -> None:
+    ran = done("make", "-n", *goals, "VENV=")
+    assert ran.returncode == 2
+    assert "VENV= (no virtual environment) is for make test-gpu alone" in ran.stderr

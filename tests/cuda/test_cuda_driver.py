@@ -40,7 +40,6 @@ def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
 
 
 @WITHOUT
-@pytest.mark.asyncio
 async def test_a_cache_says_the_same() -> None:
     config = CacheConfig(model="m", components=(Full(bytes_per_token=64, device_tokens=160),), device="cuda:0")
     with pytest.raises(ConfigError, match="device=cuda:0: "):

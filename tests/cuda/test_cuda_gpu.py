@@ -18,9 +18,8 @@ from asynccache.memory.cuda import choosing_paths
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import DMA, KERNEL
-from tests.cuda.gpu import GPU
-from tests.cuda.test_cuda_copies import WAYS, every_byte_arrives
+from tests.cuda.cuda_kit import DMA, GPU, KERNEL
+from tests.cuda.test_cuda_memory import WAYS, every_byte_arrives
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 pytestmark = GPU
@@ -29,7 +28,6 @@ LONG = 200_000_000
 """Cycles: about a tenth of a second."""
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("size", "layers", "align"), [
     (64, 4, 1), (96, 1, 1), (100, 5, 1), (128, 2, 4096), (3 << 20, 3, 4096), (8208 * 3, 3, 1),
 ])
@@ -46,7 +44,6 @@ async def test_every_path_brings_every_byte(
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_launches_with_full_tables_bring_every_byte(gpu_device: Make) -> None:
     device = gpu_device(settings=KERNEL)
     mover = Mover(device, [pool(size=40 * 64, layers=40, device_pages=1000, host_pages=1000)])
@@ -59,7 +56,6 @@ async def test_launches_with_full_tables_bring_every_byte(gpu_device: Make) -> N
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(
     gpu_device: Make, settings: CudaSettings
@@ -79,7 +75,6 @@ async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("library", ["torch", "cupy"])
 async def test_a_backup_waits_for_the_event_of_torch_or_cupy_as_it_was_recorded(
     gpu_device: Make, library: str
@@ -116,7 +111,6 @@ class Named:
         return 0, self.stream.cuda_stream
 
 
-@pytest.mark.asyncio
 async def test_a_cache_opens_in_a_process_that_has_used_torch() -> None:
     """torch has memory at hand then, so it asks CUDA for nothing in the thread in which the device opens, and that
     thread would have no context."""
@@ -130,7 +124,6 @@ async def test_a_cache_opens_in_a_process_that_has_used_torch() -> None:
         assert (await cache.explain(list(range(33)))).host == 32
 
 
-@pytest.mark.asyncio
 async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(gpu_device: Make) -> None:
     device = gpu_device()
     mover, graph, event = Mover(device, [pool(size=1 << 16)]), torch.cuda.CUDAGraph(), torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -146,7 +139,6 @@ async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(g
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(
     gpu_device: Make, settings: CudaSettings
@@ -169,7 +161,6 @@ async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16])
 async def test_an_engines_torch_tensors_are_where_loads_arrive(gpu_device: Make, dtype: torch.dtype) -> None:
     device = gpu_device()
@@ -183,7 +174,6 @@ async def test_an_engines_torch_tensors_are_where_loads_arrive(gpu_device: Make,
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_thousands_of_transfers_are_in_flight(gpu_device: Make) -> None:
     device = gpu_device()
     mover = Mover(device, [pool(size=1 << 14)])

@@ -27,6 +27,7 @@ from tests.runtime.runtime_kit import (
     write,
 )
 
+PACKAGES = ("asynccache", "asynccache_shim", "asynccache.storage", "asynccache.events", "asynccache.metrics")
 POOLS = ("full", "swa")
 WINDOW = 8
 
@@ -278,16 +279,17 @@ async def called(function: Callable[..., Any], good: Mapping[str, Any], given: M
     """Call the function with good arguments, except those that are ``given``; returns its result. After a refusal it is
     called again with good arguments, which must succeed, and the refusal is raised."""
     try:
-        return await _result(function(**{**good, **given}))
+        return await result_of(function(**{**good, **given}))
     except ConfigError:
         try:
-            await _result(function(**good))
+            await result_of(function(**good))
         except Exception as error:
             raise StillBroken(f"good arguments were refused after a refusal: {error!r}") from error
         raise
 
 
-async def _result(answer: Any) -> Any:
+async def result_of(answer: Any) -> Any:
+    """``answer``, awaited if it can be."""
     return await answer if inspect.isawaitable(answer) else answer
 
 

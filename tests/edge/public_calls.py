@@ -1,19 +1,22 @@
 """Every public function and method with parameters: how it is called, and what each of its parameters takes.
 
-A parameter that is new must be entered here: a test compares these tables with the signatures.
+What a parameter takes follows from its annotation (``kind_of``), unless ``EXCEPTIONS`` says more: which numbers, which
+texts, which objects besides. A call that is new is entered there; a test compares these tables with the signatures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import random
+import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from tempfile import NamedTemporaryFile
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
@@ -38,16 +41,28 @@ from asynccache import (
     load_config,
 )
 from asynccache.core.plan import Cleared
-from asynccache.events import BlockStored, EventBatch, EventLayout, Mirror, Subscriber, ZmqPublisher
+from asynccache.events import (
+    BlockStored,
+    EventBatch,
+    EventLayout,
+    EventStream,
+    Fleet,
+    Mirror,
+    Subscriber,
+    ZmqPublisher,
+    prompt_blocks,
+)
 from asynccache.metrics import CacheCollector, LoopLag, app, start_metrics_server
 from asynccache.storage import (
     KEY_BYTES,
     Breaker,
     CheckedStore,
+    Hint,
     OpenCalls,
     PageKey,
     Pages,
     ParsedUrl,
+    RequestHints,
     Result,
     StoreLayout,
     StoreOptions,
@@ -61,6 +76,7 @@ from asynccache.storage import (
     parse_host_port,
     parse_size,
     parse_url,
+    read_hints,
     settled,
     take_options,
     weights_digest,
@@ -69,6 +85,7 @@ from asynccache.worker import RankWorker, Topology
 from asynccache.worker.local import EmbedderParts as NothingGiven
 from asynccache.worker.rank_server import RankServer
 from tests.edge.edge_kit import (
+    PACKAGES,
     Case,
     Depends,
     Flag,
@@ -86,6 +103,7 @@ from tests.edge.edge_kit import (
     Unchecked,
     World,
     called,
+    result_of,
 )
 from tests.runtime.runtime_kit import LAYERS, PAGE
 from tests.simulated.backend import SimulatedBackend
@@ -103,6 +121,10 @@ OF_ONE_POOL = These("None")
 SLOTS = Depends(Tokens(1))
 NAMES = {"url": "storage", "text": "storage", "scheme": "storage", "endpoint": "events", "replay": "events"}
 EVENT = Thing(optional=True)
+_KINDS: Mapping[str, Callable[[bool], Kind]] = {
+    "bool": lambda optional: Flag(optional=optional), "str": lambda optional: Text(optional=optional),
+    "Namespace": lambda optional: Namespace(),
+}  # fmt: skip
 INTEGERS = These("[]", "[8]", "(8,)", "[-8]", "[2**31]")
 EMPTY = These("[]", "{}", "''", "b''")
 
@@ -127,26 +149,22 @@ def plain(function: Callable[..., Any], params: Params, **good: Any) -> Case:
 
 WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as long as this module
 MANY = Integer(1, 65536)
+STATES = OneOf(Integer(0), Depends(Text()))
 ROOM = OneOf(Integer(1), Depends(Text()))
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
-POOL: Params = {
-    "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
-    "replicated": Flag(),
-}  # fmt: skip
+POOL: Params = {"layers": Depends(MANY), "covers": OneOf(These("[]"), Depends(Tokens())), "replicated": Flag()}
 TOKENS: Params = {
-    "bytes_per_token": Integer(0), "device_tokens": OneOf(COUNT, Depends(Text())),
-    "host_tokens": OneOf(Integer(0), Depends(Text())), "kv_heads": These("0"), "head_dim": These("0"),
-}
+    "bytes_per_token": Integer(0), "device_tokens": OneOf(COUNT, Depends(Text())), "host_tokens": STATES,
+    "kv_heads": These("0"), "head_dim": These("0"),
+}  # fmt: skip
 
 SETTINGS: Params = {
-    "model": Depends(Text()), "components": These(), "sidecars": These("[]"),
-    "page_size": Integer(1, 65536), "device": Text(), "storage": OneOf(Depends(Text()), These("None", "[]", "['8']")),
-    "write_policy": Member(), "prefetch_policy": Member(), "eviction": Text(("lru", "p2c")),
+    "model": Depends(Text()), "components": These(), "sidecars": These("[]"), "page_size": MANY,
+    "storage": OneOf(Depends(Text()), These("None", "[]", "['8']")), "eviction": Text(("lru", "p2c")),
     "prefetch_threshold": Integer(0), "prefetch_quota": SHARE, "backup_quota": SHARE,
     "prefetch_timeout_base": SECONDS, "prefetch_timeout_per_1k": SECONDS, "prefetch_timeout_max": Number(above=0),
     "load_back_threshold": Integer(0), "max_backup_ops": COUNT, "write_back_watermark": SHARE,
-    "kept_fraction": SHARE, "close_timeout": Number(above=0), "freeze_gc": Flag(),
-    "storage_options": TEXTS,
+    "kept_fraction": SHARE, "close_timeout": Number(above=0), "storage_options": TEXTS,
 }  # fmt: skip
 
 
@@ -176,16 +194,37 @@ async def _one_setting(world: World, given: Given) -> None:
     load_config(**{"model": "m", "components": (FULL,), "page_size": 16, "env": {}, **settings})
 
 
+# calls that are made again with good arguments when one was refused
+
+
+def within(
+    opened: Callable[[World], Any], method: str | Callable[[World, Any], Callable[..., Any]], params: Params,
+    good: Given | Callable[[World, Any], Given] = MappingProxyType({}), *, books: bool = False,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Case:  # fmt: skip
+    """A method of what the context ``opened(world)`` gives, or what ``method(world, it)`` makes of it. ``good``: good
+    arguments, or what makes them of both."""
+
+    async def call(world: World, given: Given) -> None:
+        async with AsyncExitStack() as stack:
+            context = opened(world)
+            enter = stack.enter_async_context if hasattr(context, "__aenter__") else stack.enter_context
+            made = await result_of(enter(context))
+            function = getattr(made, method) if isinstance(method, str) else method(world, made)
+            await called(function, good(world, made) if callable(good) else good, given)
+
+    return Case(call, params, books, names)
+
+
+def function(
+    call: Callable[..., Any], params: Params, good: Given | Callable[[World, Any], Given], **more: Any
+) -> Case:
+    """The same of a function."""
+    return within(lambda world: nullcontext(call), "__call__", params, good, **more)
+
+
 def _backend() -> SimulatedBackend:
     return SimulatedBackend(random.Random(0))
-
-
-LAYOUT = StoreLayout({"full": 64}, b"schema")
-
-
-async def _checked_store(world: World, given: Given) -> None:
-    store = CheckedStore(**{"backend": _backend(), "layout": LAYOUT, "threads": 0, **given})
-    await store.aclose()
 
 
 class _Listed(SimulatedBackend):
@@ -198,6 +237,8 @@ class _Listed(SimulatedBackend):
         raise NotImplementedError
 
 
+LAYOUT = StoreLayout({"full": 64}, b"schema")
+PAGE_KEY = PageKey("full", bytes(KEY_BYTES))
 _FIELDS: Params = {
     "page_bytes": These("{}", "{'a': 1}"), "schema": These("b'8'", "b''", "bytes of a token"),
 }  # fmt: skip
@@ -207,24 +248,33 @@ def _layout(**fields: Any) -> StoreLayout:
     return StoreLayout(**{"page_bytes": {"full": 64}, "schema": b"schema", **fields})
 
 
-async def _layout_checked(world: World, given: Given) -> None:
-    check_store("memory:", _layout(**given))
+def _store(**given: Any) -> CheckedStore:
+    return CheckedStore(**{"backend": _backend(), "layout": LAYOUT, "threads": 0, **given})
 
 
-async def _layout_of_a_store(world: World, given: Given) -> None:
-    await CheckedStore(_backend(), _layout(**given), threads=0).aclose()
-
-
-async def _register(world: World, given: Given) -> None:
-    store = CheckedStore(_backend(), LAYOUT, threads=0)
-    await called(store.register, {"pool": "full", "memory": memoryview(bytearray(64))}, given)
+@asynccontextmanager
+async def _listed(world: World) -> AsyncIterator[CheckedStore]:
+    store = _store(backend=_Listed(random.Random(0)))
+    yield store
     await store.aclose()
 
 
-async def _scrub(world: World, given: Given) -> None:
-    store = CheckedStore(_Listed(random.Random(0)), LAYOUT, threads=0)
-    await called(store.scrub, {}, given)
-    await store.aclose()
+@asynccontextmanager
+async def _serving(world: World) -> AsyncIterator[CheckedStore]:
+    """A store, which serves a page afterwards."""
+    store = _store(backend=MemoryBackend())
+    try:
+        yield store
+    finally:
+        page, back = memoryview(bytearray(b"x" * 64)), memoryview(bytearray(64))
+        key = [PageKey("full", b"y" * KEY_BYTES)]
+        assert (await store.put(key, [page]), await store.get(key, [back])) == ([Result.HIT], [Result.HIT])
+        assert back == page
+        await store.aclose()
+
+
+def of_store(method: str, params: Params, **good: Any) -> Case:
+    return within(_serving, method, params, good)
 
 
 async def _check_stores(world: World, given: Given) -> None:
@@ -234,127 +284,56 @@ async def _check_stores(world: World, given: Given) -> None:
 
 
 def of_breaker(method: str, params: Params, *good: str) -> Case:
-    async def call(world: World, given: Given) -> None:
-        breaker = Breaker(1)
-        arguments = {"permit": breaker.allow(0.0), "now": 0.0}
-        await called(getattr(breaker, method), {name: arguments[name] for name in good}, given)
+    def arguments(world: World, breaker: Any) -> Given:
+        every = {"permit": breaker.allow(0.0), "now": 0.0}
+        return {name: every[name] for name in good}
 
-    return Case(call, params)
-
-
-PAGE_KEY = PageKey("full", bytes(KEY_BYTES))
-
-
-def of_store(method: str, params: Params, **good: Any) -> Case:
-    """A method of a ``CheckedStore``, which serves a page afterwards."""
-
-    async def call(world: World, given: Given) -> None:
-        store = CheckedStore(MemoryBackend(), LAYOUT, threads=0)
-        try:
-            await called(getattr(store, method), good, given)
-        finally:
-            page, back = memoryview(bytearray(b"x" * 64)), memoryview(bytearray(64))
-            key = [PageKey("full", b"y" * KEY_BYTES)]
-            assert (await store.put(key, [page]), await store.get(key, [back])) == ([Result.HIT], [Result.HIT])
-            assert back == page
-            await store.aclose()
-
-    return Case(call, params)
+    return within(lambda world: nullcontext(Breaker(1)), method, params, arguments)
 
 
 def of_url(method: str, params: Params, **good: Any) -> Case:
     return plain(getattr(ParsedUrl("memory", options={}), method), params, **good)
 
 
-async def _pages_open(world: World, given: Given) -> None:
-    async def opened(**arguments: Any) -> None:
-        Pages.open(**arguments).close()
+def _pages(world: World) -> Pages:
+    memory = world.once("memory", lambda: nullcontext(bytearray(6)))
+    made: Pages = world.once("pages", lambda: Pages.open(MemoryBackend(), memory, 2, "m"))
+    return made
 
-    good = {"storage": MemoryBackend(), "memory": bytearray(8192), "page_bytes": 4096, "namespace": "m"}
-    await called(opened, good, given)
+
+@contextmanager
+def _serving_pages(world: World) -> Iterator[Pages]:
+    """Pages, which serve one afterwards."""
+    pages, memory = _pages(world), world.once("memory", nullcontext)
+    memory[:2] = secrets.token_bytes(2)
+    try:
+        yield pages
+    finally:
+        assert pages.stats()["calls_in_flight"] == 0
+        key = [bytes(memory[:2])]
+        assert pages.put(key, [0]).result(60) == [Result.HIT]
+        assert pages.get(key, [2]).result(60) == [Result.HIT]
+        assert memory[:2] == memory[4:]
 
 
 def of_pages(method: str, params: Params, **good: Any) -> Case:
-    """A method of ``Pages``, which serve a page afterwards."""
-
-    async def call(world: World, given: Given) -> None:
-        memory = world.once("memory", lambda: nullcontext(bytearray(6)))
-        pages = world.once("pages", lambda: Pages.open(MemoryBackend(), memory, 2, "m"))
-        memory[:2] = secrets.token_bytes(2)
-
-        async def answered(**arguments: Any) -> None:
-            getattr(pages, method)(**arguments).result(60)
-
-        try:
-            await called(answered, good, given)
-        finally:
-            assert pages.stats()["calls_in_flight"] == 0
-            key = [bytes(memory[:2])]
-            assert pages.put(key, [0]).result(60) == [Result.HIT]
-            assert pages.get(key, [2]).result(60) == [Result.HIT]
-            assert memory[:2] == memory[4:]
-
-    return Case(call, params)
+    return within(
+        _serving_pages, lambda world, pages: lambda **given: getattr(pages, method)(**given).result(60), params, good
+    )
 
 
-async def _pages_close(world: World, given: Given) -> None:
-    with Pages.open(MemoryBackend(), bytearray(2), 2, "m") as pages:
-        await called(pages.close, {}, given)
+OWN: Params = {name: Unchecked("the function's own") for name in ("args", "kwargs")}
+EIGHT: Given = {"function": lambda *_: 8}
 
 
-async def _work(world: World, given: Given) -> None:
-    workers = ThreadPool(1, "edge")
-    try:
-        await called(workers.call, {"function": lambda: 8}, given)
-    finally:
-        workers.close()
+def _threads(world: World) -> Any:
+    return closing(ThreadPool(1, "edge"))
 
 
-async def _submitted(world: World, given: Given) -> None:
-    workers = ThreadPool(1, "edge")
-    try:
-        future = await called(lambda function: workers.submit(function), {"function": lambda: 8}, given)
-        await asyncio.wrap_future(future)
-    finally:
-        workers.close()
-
-
-async def _run_for(world: World, given: Given) -> None:
-    workers = ThreadPool(1, "edge")
-    try:
-        await called(workers.run_for, {"size": 1 << 30, "function": lambda: 8}, given)
-    finally:
-        workers.close()
-
-
-async def _spread(world: World, given: Given) -> None:
-    workers = ThreadPool(1, "edge")
-    try:
-        await called(workers.spread, {"function": lambda *_: 8, "sizes": [1 << 30]}, given)
-    finally:
-        workers.close()
-
-
-async def _run(world: World, given: Given) -> None:
-    workers = ThreadPool(1, "edge")
-    try:
-        await called(workers.run, {"function": lambda: 8}, given)
-    finally:
-        workers.close()
-
-
-async def _completed(world: World, given: Given) -> None:
-    await called(completed, {"work": asyncio.sleep(0)}, given)
-
-
-async def _completed_in_thread(world: World, given: Given) -> None:
-    await called(completed_in_thread, {"function": int}, given)
-
-
-async def _settled(world: World, given: Given) -> None:
+def _done(world: World, made: Any) -> Given:
     done = asyncio.get_running_loop().create_future()
     done.set_result(8)
-    await called(settled, {"futures": [done]}, given)
+    return {"futures": [done]}
 
 
 def _stored(**fields: Any) -> BlockStored:
@@ -378,52 +357,69 @@ def of_mirror(method: str, params: Params, make: Callable[..., Any]) -> Case:
     return Case(call, params)
 
 
-async def _notice(world: World, given: Given) -> None:
+@contextmanager
+def _publisher(world: World) -> Iterator[ZmqPublisher]:
     with ZmqPublisher("inproc://edge-notice") as publisher:
-        await called(publisher, {"notice": Cleared()}, given)
+        yield publisher
     assert publisher.error is None
 
 
-async def _publisher_close(world: World, given: Given) -> None:
-    publisher = ZmqPublisher("inproc://edge-close")
-    await called(publisher.close, {}, given)
-    publisher.close()
+def _received(world: World, subscriber: Subscriber) -> Callable[..., Any]:
+    def call(**given: Any) -> None:
+        assert hasattr(subscriber.receive(**given), "__next__")
+
+    return call
 
 
-async def _receive(world: World, given: Given) -> None:
-    with Subscriber("inproc://edge-receive") as subscriber:
-        received = await called(subscriber.receive, {"timeout": 0}, given)
-        assert hasattr(received, "__next__")
+async def _served(**arguments: Any) -> None:
+    async with await start_metrics_server(**arguments):
+        pass
 
 
-async def _metrics_app(world: World, given: Given) -> None:
-    await called(app, {"cache": world.cache}, given)
+async def _fleet(world: World, given: Given) -> None:
+    async def made(**arguments: Any) -> None:
+        Fleet(**arguments).close()
+
+    await called(made, {}, given)
 
 
-async def _metrics_server(world: World, given: Given) -> None:
-    async def served(**arguments: Any) -> None:
-        async with await start_metrics_server(**arguments):
-            pass
+def of_fleet(method: str, params: Params, **good: Any) -> Case:
+    """A method of a ``Fleet``, which follows nothing that was refused."""
 
-    await called(served, {"cache": world.cache}, given)
+    async def call(world: World, given: Given) -> None:
+        with Fleet() as fleet:
+            fleet.add("there", [])
+            try:
+                await called(getattr(fleet, method), good, given)
+            except ConfigError:
+                assert set(fleet.stats()) <= {"there", "a"}
+                raise
+
+    return Case(call, params)
 
 
-async def _collector(world: World, given: Given) -> None:
-    await called(CacheCollector, {"cache": world.cache}, given)
+async def _followed(world: World, given: Given) -> None:
+    with Fleet() as fleet:
+        fleet.add("a", [given.get("stream", EventStream("inproc://edge-fleet"))])
 
 
-async def _request(world: World, given: Given) -> None:
-    await called(Request, {"tokens": [1, 2, 3]}, given)
+async def _followed_at(world: World, given: Given) -> None:
+    with Fleet() as fleet:
+        fleet.add("a", [EventStream(**{"endpoint": "inproc://edge-fleet", **given})])
+
+
+def _cache(world: World, made: Any) -> Given:
+    return {"cache": world.cache}
 
 
 def _drawn(**fields: Any) -> Request:
     return Request([1, 2, 3], sampling=Sampling(**fields))
 
 
-async def _next_token(world: World, given: Given) -> None:
+def _aborted(world: World) -> Any:
     request = Request([1, 2, 3])
     request.abort()
-    await called(request.next_token, {"index": 0}, given)
+    return nullcontext(request)
 
 
 class _Model:
@@ -431,75 +427,55 @@ class _Model:
         return [7 if chunk.sample else -1 for chunk in batch.chunks]
 
 
-async def _scheduler(world: World, given: Given) -> None:
-    await called(Scheduler, {"cache": world.cache, "model": _Model()}, given)
+def _scheduler(world: World) -> Scheduler:
+    return Scheduler(world.cache, _Model())
 
 
-async def _submit(world: World, given: Given) -> None:
-    async with Scheduler(world.cache, _Model()) as scheduler:
-        await called(lambda request: scheduler.submit(request), {"request": Request(world.prompt())}, given)
-
-
-async def _aclose_scheduler(world: World, given: Given) -> None:
-    scheduler = await Scheduler(world.cache, _Model()).__aenter__()
-    await called(scheduler.aclose, {"error": None}, given)
-
-
-async def _late_attribute(world: World, given: Given) -> None:
+def _late(world: World, scheduler: Scheduler) -> Callable[..., None]:
     """A request's attributes may be set until it is submitted: they are looked at then."""
-    async with Scheduler(world.cache, _Model()) as scheduler:
 
-        async def submit(**attributes: Any) -> None:
-            request = Request(world.prompt(), Limits(1))
-            for name, value in attributes.items():
-                setattr(request, name, value)
-            scheduler.submit(request)
-            request.abort()
+    def submit(**attributes: Any) -> None:
+        request = Request(world.prompt(), Limits(1))
+        for name, value in attributes.items():
+            setattr(request, name, value)
+        scheduler.submit(request)
+        request.abort()
 
-        await called(submit, {}, given)
+    return submit
 
 
-async def _follow(world: World, given: Given) -> None:
+def _closed_worker(world: World, made: Any) -> Given:
     server = RankServer(1, Topology(tp=2), NothingGiven(), None, lambda _: None)
     server.batches.finish(None)  # the cache is closed
-    await called(follow, {"worker": RankWorker(server), "model": _Model()}, given)
+    return {"worker": RankWorker(server), "model": _Model()}
 
 
 # the cache
 
 
-def of_cache(method: str, params: Params, **good: Any) -> Case:
-    async def call(world: World, given: Given) -> None:
-        arguments = {"tokens": world.prompt(), **good} if "tokens" in params else good
-        await called(getattr(world.cache, method), arguments, given)
+def of_cache(
+    method: str | Callable[[World, AsyncCache], Callable[..., Any]], params: Params, prompt: int = 0,
+    names: Mapping[str, str] = MappingProxyType({}), **good: Any,
+) -> Case:  # fmt: skip
+    def arguments(world: World, cache: AsyncCache) -> Given:
+        return {"tokens": world.prompt(prompt), **good} if "tokens" in params else good
 
-    return Case(call, params, books=True)
-
-
-async def _new_cache(world: World, given: Given) -> None:
-    await called(AsyncCache, {"config": world.cache.config}, given)
+    return within(lambda world: nullcontext(world.cache), method, params, arguments, books=True, names=names)
 
 
-async def _lease(world: World, given: Given) -> None:
+def _through(world: World, cache: AsyncCache) -> Callable[..., Any]:
     async def entered(**terms: Any) -> None:
-        async with world.cache.lease(**terms) as lease:
+        async with cache.lease(**terms) as lease:
             await lease.loaded()
 
-    await called(entered, {"tokens": world.prompt()}, given)
+    return entered
 
 
-async def _prefetch(world: World, given: Given) -> None:
-    async def fetched(**arguments: Any) -> None:
-        await world.cache.prefetch(**arguments)
-
-    await called(fetched, {"tokens": world.prompt(1)}, given)
-
-
-async def _keep(world: World, given: Given) -> None:
+def _kept(world: World, cache: AsyncCache) -> Callable[..., Any]:
     async def kept(**arguments: Any) -> None:
-        (await world.cache.keep(**arguments)).release()
+        (await cache.keep(**arguments)).release()
 
-    await called(kept, {"tokens": world.prompt(1)}, given)
+    return kept
 
 
 async def _aclose(world: World, given: Given) -> None:
@@ -511,11 +487,11 @@ async def _aclose(world: World, given: Given) -> None:
             await world.reopen()
 
 
-async def _attach(world: World, given: Given) -> None:
-    async def and_detach(**arguments: Any) -> None:
-        await world.cache.detach_storage(await world.cache.attach_storage(**arguments), timeout=0)
+def _attached(world: World, cache: AsyncCache) -> Callable[..., Any]:
+    async def and_detached(**arguments: Any) -> None:
+        await cache.detach_storage(await cache.attach_storage(**arguments), timeout=0)
 
-    await called(and_detach, {"storage": MemoryBackend(), "name": "other"}, given)
+    return and_detached
 
 
 async def _detach(world: World, given: Given) -> None:
@@ -533,38 +509,21 @@ async def _detach(world: World, given: Given) -> None:
 
 
 def of_lease(
-    method: str, params: Params, good: Callable[[World, Any], Given] = lambda world, lease: {}
-) -> Case:
-    async def call(world: World, given: Given) -> None:
-        async with world.lease() as lease:
-            await called(getattr(lease, method), good(world, lease), given)
-
-    return Case(call, params, books=True)
+    method: str | Callable[[World, Any], Callable[..., Any]], params: Params,
+    good: Given | Callable[[World, Any], Given] = MappingProxyType({}),
+) -> Case:  # fmt: skip
+    return within(World.lease, method, params, good, books=True)
 
 
-def _commits(world: World, lease: Any) -> Given:
+def _commits(world: World, lease: Any) -> dict[str, Any]:
     prompt = world.prompt()
     return {"tokens": prompt, "checkpoint": (len(prompt) // PAGE * PAGE, lease.states[1])}
 
 
-async def _commit_position(world: World, given: Given) -> None:
-    async with world.lease() as lease:
-        good = _commits(world, lease)["checkpoint"]
-
-        async def commit(position: Any) -> None:
-            await lease.commit(world.prompt(), checkpoint=(position, lease.states[1]))
-
-        await called(commit, {"position": good[0]}, given)
-
-
-async def _commit_slot(world: World, given: Given) -> None:
-    async with world.lease() as lease:
-        position, good = _commits(world, lease)["checkpoint"]
-
-        async def commit(slot: Any) -> None:
-            await lease.commit(world.prompt(), checkpoint=(position, slot))
-
-        await called(commit, {"slot": good}, given)
+def _checkpoint(world: World, lease: Any) -> Callable[..., Any]:
+    """A commit whose checkpoint's parts are arguments."""
+    position, slot = _commits(world, lease)["checkpoint"]
+    return lambda position=position, slot=slot: lease.commit(world.prompt(), checkpoint=(position, slot))
 
 
 class _Stream:
@@ -577,7 +536,7 @@ class _Stream:
         pass
 
 
-CALLS: dict[str, Case] = {
+EXCEPTIONS: dict[str, Case] = {
     # the configuration
     "asynccache.CacheConfig": Case(_config, SETTINGS),
     "asynccache.Full": plain(Full, {**TOKENS, **POOL}, bytes_per_token=16, device_tokens=64),
@@ -585,274 +544,266 @@ CALLS: dict[str, Case] = {
         SlidingWindow, {"window": COUNT, **TOKENS, **POOL}, window=8, bytes_per_token=16, device_tokens=64
     ),
     "asynccache.Mamba": plain(
-        Mamba,
-        {"state_bytes": COUNT, "device_states": ROOM, "host_states": OneOf(Integer(0), Depends(Text())),
-         "parts": These("[]"), **POOL},
+        Mamba, {"state_bytes": COUNT, "device_states": ROOM, "host_states": STATES, "parts": These("[]"), **POOL},
         state_bytes=64, device_states=4,
     ),
     "asynccache.Sidecar": plain(
-        Sidecar,
-        {"name": Depends(Text()), "indices_from": Text(), "bytes_per_page": COUNT, "hit_policy": Member(optional=True),
-         **POOL},
+        Sidecar, {"name": Depends(Text()), "bytes_per_page": COUNT, "hit_policy": Member(optional=True), **POOL},
         name="s", indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES,
     ),
     **{f"asynccache.{cls.__name__}.attention": Case(
         _other(cls.attention, layers=2, kv_heads=2, head_dim=8, device=64, **more),
-        {"layers": MANY, "kv_heads": MANY, "head_dim": MANY, "device": ROOM, "host": OneOf(Integer(0), Depends(Text())),
-         "dtype": Depends(Text()), "more": Flag()},
+        {"layers": MANY, "kv_heads": MANY, "head_dim": MANY, "device": ROOM, "host": STATES, "dtype": Depends(Text()),
+         "more": Flag()},
         names={"device": "device_tokens", "host": "host_tokens", "more": "replicated"},
     ) for cls, more in ((Full, {}), (SlidingWindow, {"window": 8}))},
     "asynccache.Mamba.recurrent": Case(
         _other(Mamba.recurrent, layers=2, parts=((4, 4),), device=4),
-        {"layers": MANY, "parts": These("[[8]]"), "device": ROOM, "host": OneOf(Integer(0), Depends(Text())),
-         "dtype": Depends(Text()), "more": Flag()},
+        {"layers": MANY, "parts": These("[[8]]"), "device": ROOM, "host": STATES, "dtype": Depends(Text()),
+         "more": Flag()},
         names={"device": "device_states", "host": "host_states", "more": "replicated"},
     ),
     "asynccache.components_from": plain(
-        components_from, {"config": These(), "device": ROOM, "host": OneOf(Integer(0), Depends(Text())),
-                          "dtype": OneOf(These("None"), Depends(Text())), "tp": Depends(Integer(1))},
+        components_from, {"config": These(), "device": ROOM, "host": STATES, "tp": Depends(Integer(1)),
+                          "dtype": OneOf(These("None"), Depends(Text()))},
         config=SimpleNamespace(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, dtype="float32"), device=64,
     ),
     "asynccache.load_config": Case(
-        _one_setting, {"path": Depends(Text(optional=True)), "env": These("None", "{}"), "given": Integer(1, 65536)},
+        _one_setting, {"path": Depends(Text(optional=True)), "env": These("None", "{}"), "given": MANY},
         names={"given": "page_size", "path": ""},
     ),
-    "asynccache.Adapter": plain(
-        Adapter, {"key": Text(), "lora_name": Text(optional=True), "lora_id": Integer(0, 2**63 - 1, optional=True)},
-        key="a",
-    ),
+    "asynccache.Adapter": plain(Adapter, {"lora_id": Integer(0, 2**63 - 1, optional=True)}, key="a"),
     # the cache
-    "asynccache.AsyncCache": Case(
-        _new_cache,
-        {"config": Thing(), "device": Thing(optional=True), "storage": OneOf(Text(), Thing(optional=True)),
-         "workers": Thing(optional=True), "on_event": Function(optional=True), "span": Function(optional=True),
-         "debug": Flag(optional=True)},
+    "asynccache.AsyncCache": function(
+        AsyncCache, {"storage": OneOf(Text(), Thing(optional=True)), "on_event": Function(optional=True),
+                     "span": Function(optional=True), "debug": Flag(optional=True)},
+        lambda world, _: {"config": world.cache.config},
+    )._replace(books=False),
+    "asynccache.AsyncCache.lease": of_cache(
+        _through,
+        {"tokens": Tokens(1), "new_tokens": Integer(0), "timeout": Number(0, optional=True),
+         "states": Integer(0, optional=True), "chunk": Integer(1, optional=True),
+         "swa_chunk": Integer(1, optional=True), "shared_tokens": Integer(0, optional=True)},
     ),
-    "asynccache.AsyncCache.lease": Case(
-        _lease,
-        {"tokens": Tokens(1), "new_tokens": Integer(0), "namespace": Namespace(), "prefetch": Thing(optional=True),
-         "wait": Flag(), "timeout": Number(0, optional=True), "states": Integer(0, optional=True),
-         "chunk": Integer(1, optional=True), "swa_chunk": Integer(1, optional=True), "shorter": Flag(),
-         "shared_tokens": Integer(0, optional=True)},
-        books=True,
-    ),
-    "asynccache.AsyncCache.match": of_cache("match", {"tokens": Tokens(), "namespace": Namespace()}),
-    "asynccache.AsyncCache.explain": of_cache("explain", {"tokens": Tokens(), "namespace": Namespace()}),
-    "asynccache.AsyncCache.prefetch": Case(_prefetch, {"tokens": Tokens(), "namespace": Namespace()}, books=True),
-    "asynccache.AsyncCache.keep": Case(
-        _keep, {"tokens": Tokens(), "ttl": Number(above=0), "namespace": Namespace()}, books=True
-    ),
+    "asynccache.AsyncCache.match": of_cache("match", {"tokens": Tokens()}),
+    "asynccache.AsyncCache.explain": of_cache("explain", {"tokens": Tokens()}),
+    "asynccache.AsyncCache.prefetch": of_cache("prefetch", {"tokens": Tokens()}, 1),
+    "asynccache.AsyncCache.keep": of_cache(_kept, {"tokens": Tokens(), "ttl": Number(above=0)}, 1),
     "asynccache.AsyncCache.flush": of_cache("flush", {"timeout": Number(0, optional=True)}),
-    "asynccache.AsyncCache.invalidate": of_cache("invalidate", {"namespace": Namespace()}),
+    "asynccache.AsyncCache.invalidate": of_cache("invalidate", {}),
     "asynccache.AsyncCache.aclose": Case(_aclose, {"timeout": Number(optional=True)}, books=True),
-    "asynccache.AsyncCache.attach_storage": Case(
-        _attach,
+    "asynccache.AsyncCache.attach_storage": of_cache(
+        _attached,
         {"storage": Depends(Text()), "options": These("None", "{}"), "name": Depends(Text(optional=True)),
-         "position": Integer(0, 1, optional=True), "backfill": Flag()},
-        books=True,
+         "position": Integer(0, 1, optional=True)}, storage=MemoryBackend(), name="other",
     ),
     "asynccache.AsyncCache.detach_storage": Case(
         _detach, {"name": Depends(Text(optional=True)), "timeout": Number(0, optional=True)}, books=True,
         names={"name": "store"},
     ),
     "asynccache.PrefetchHandle": plain(
-        PrefetchHandle,
-        {"prefetch": Thing(), "key": Unchecked("cache.prefetch has checked it"),
-         "namespace": Unchecked("cache.prefetch has checked it")},
+        PrefetchHandle, {name: Unchecked("cache.prefetch has checked it") for name in ("key", "namespace")},
         key=b"", namespace=None,
     ),
     # a lease
-    "asynccache.Lease.advance": of_lease(
-        "advance", {"position": Integer(0, 20), "after": EVENT}, lambda world, lease: {"position": 8}
-    ),
+    "asynccache.Lease.advance": of_lease("advance", {"position": Integer(0, 20), "after": EVENT}, {"position": 8}),
     "asynccache.Lease.truncate": of_lease(
-        "truncate", {"length": OneOf(Integer(12), Depends(Integer(0, 11))), "after": EVENT},
-        lambda world, lease: {"length": 12},
+        "truncate", {"length": OneOf(Integer(12), Depends(Integer(0, 11))), "after": EVENT}, {"length": 12}
     ),
     "asynccache.Lease.adopt": of_lease("adopt", {"after": EVENT}),
-    "asynccache.Lease.release": of_lease("release", {"after": EVENT, "ended": Flag()}),
-    "asynccache.Lease.extend": of_lease(
-        "extend", {"tokens": Integer(0), "states": Integer(0), "wait": Flag()}, lambda world, lease: {"tokens": 1}
-    ),
-    "asynccache.Lease.layer": of_lease("layer", {"i": Integer(0, LAYERS - 1)}, lambda world, lease: {"i": 0}),
+    "asynccache.Lease.release": of_lease("release", {"after": EVENT}),
+    "asynccache.Lease.extend": of_lease("extend", {"tokens": Integer(0), "states": Integer(0)}, {"tokens": 1}),
+    "asynccache.Lease.layer": of_lease("layer", {"i": Integer(0, LAYERS - 1)}, {"i": 0}),
     "asynccache.Lease.wait_layer": of_lease(
-        "wait_layer", {"stream": Thing(), "i": Integer(0, LAYERS - 1)},
-        lambda world, lease: {"stream": _Stream(), "i": 0},
+        "wait_layer", {"stream": Thing(), "i": Integer(0, LAYERS - 1)}, {"stream": _Stream(), "i": 0}
     ),
-    "asynccache.Lease.page_table": of_lease(
-        "page_table", {"component": Text(("full", "swa"))}, lambda world, lease: {"component": "full"}
-    ),
+    "asynccache.Lease.page_table": of_lease("page_table", {"component": Text(("full", "swa"))}, {"component": "full"}),
     "asynccache.Lease.commit": of_lease(
         "commit", {"tokens": Tokens(3 * PAGE + 1), "after": EVENT, "checkpoint": Thing(optional=True)}, _commits
     ),
-    "asynccache.Lease.commit (checkpoint)": Case(_commit_position, {"position": Integer(8, 8)}, books=True),
-    "asynccache.Lease.commit (state)": Case(_commit_slot, {"slot": Depends(Integer(0, 7))}, books=True),
+    "asynccache.Lease.commit (checkpoint)": of_lease(_checkpoint, {"position": Integer(8, 8)}),
+    "asynccache.Lease.commit (state)": of_lease(_checkpoint, {"slot": Depends(Integer(0, 7))}),
     # the scheduler
     "asynccache_shim.Limits": plain(
         Limits, {"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}"),
                  "max_time": Number(0, optional=True)}
     ),
     "asynccache_shim.SchedulerConfig": plain(
-        SchedulerConfig, {"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT, "preempt": Flag(),
-                   "load_attempts": COUNT},
+        SchedulerConfig,
+        {"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT, "load_attempts": COUNT},
     ),
-    "asynccache_shim.Request": Case(
-        _request,
-        {"tokens": Depends(Tokens(1)), "limits": Thing(optional=True), "priority": Integer(), "namespace": Namespace(),
-         "sampling": Thing(optional=True), "ended": Flag(), "publishes": Function(optional=True)},
+    "asynccache_shim.Request": function(
+        Request, {"tokens": Depends(Tokens(1)), "priority": Integer()}, {"tokens": [1, 2, 3]}
     ),
-    "asynccache_shim.Request.next_token": Case(_next_token, {"index": Integer(0)}),
-    "asynccache_shim.Request (attributes)": Case(
-        _late_attribute,
+    "asynccache_shim.Request.next_token": within(_aborted, "next_token", {"index": Integer(0)}, {"index": 0}),
+    "asynccache_shim.Request (attributes)": within(
+        _scheduler, _late,
         {"tokens": Depends(Tokens(1)), "limits": Thing(), "priority": Integer(), "namespace": Namespace(),
-         "sampling": Thing(), "ended": Flag(), "publishes": Function(optional=True)},
-        books=True,
+         "sampling": Thing(), "ended": Flag(), "publishes": Function(optional=True)}, books=True,
     ),
     "asynccache_shim.Sampling": plain(
         _drawn, {"temperature": SECONDS, "top_p": SHARE, "seed": Depends(Integer(optional=True)),
                  "top_k": Integer(0, MAX_TOKEN)}
     ),
-    "asynccache_shim.Scheduler": Case(
-        _scheduler,
-        {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True)},
-        books=True,
+    "asynccache_shim.Scheduler": function(
+        Scheduler, {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True)},
+        lambda world, _: {"cache": world.cache, "model": _Model()}, books=True,
     ),
-    "asynccache_shim.Scheduler.submit": Case(_submit, {"request": Thing()}, books=True),
-    "asynccache_shim.Scheduler.aclose": Case(_aclose_scheduler, {"error": These("None")}),
-    "asynccache_shim.follow": Case(_follow, {"worker": Thing(), "model": Thing()}),
+    "asynccache_shim.Scheduler.submit": within(
+        _scheduler, "submit", {}, lambda world, _: {"request": Request(world.prompt())}, books=True
+    ),
+    "asynccache_shim.Scheduler.aclose": within(_scheduler, "aclose", {"error": These("None")}),
+    "asynccache_shim.follow": function(follow, {}, _closed_worker),
     # stores
     "asynccache.storage.StoreOptions": plain(
-        StoreOptions, {"name": These("'8'", "np.str_('8')"), "write": Flag(), "promote": Flag(),
-                       "timeout": Number(above=0), "concurrency": Integer(1, 65536), "slow": SECONDS},
+        StoreOptions, {"name": These("'8'", "np.str_('8')"), "timeout": Number(above=0), "concurrency": MANY,
+                       "slow": SECONDS},
     ),
-    "asynccache.storage.ParsedUrl": plain(
-        ParsedUrl, {"scheme": Text(), "path": Text(), "options": TEXTS}, scheme="memory"
-    ),
+    "asynccache.storage.ParsedUrl": plain(ParsedUrl, {"options": TEXTS}, scheme="memory"),
     "asynccache.storage.Breaker": plain(
-        Breaker, {"threshold": COUNT, "backoff": Number(above=0), "max_backoff": Number(above=0), "jitter": Function()}
+        Breaker, {"threshold": COUNT, "backoff": Number(above=0), "max_backoff": Number(above=0)}
     ),
-    "asynccache.storage.CheckedStore": Case(
-        _checked_store,
-        {"backend": Thing(), "layout": Thing(), "timeout": Number(above=0), "slow": SECONDS,
-         "concurrency": Integer(1, 65536), "breaker": Thing(optional=True), "clock": Function(optional=True),
-         "threads": Integer(0, 1024)},
+    "asynccache.storage.CheckedStore": plain(
+        _store, {"timeout": Number(above=0), "slow": SECONDS, "concurrency": MANY, "clock": Function(optional=True),
+                 "threads": Integer(0, 1024)},
     ),
-    "asynccache.storage.CheckedStore (layout)": Case(_layout_of_a_store, _FIELDS),
-    "asynccache.storage.check_store (layout)": Case(_layout_checked, _FIELDS),
-    "asynccache.storage.CheckedStore.register": Case(
-        _register, {"pool": Text(), "memory": These("memoryview", "2-d memoryview")}
+    "asynccache.storage.CheckedStore (layout)": plain(lambda **given: _store(layout=_layout(**given)), _FIELDS),
+    "asynccache.storage.check_store (layout)": plain(
+        lambda **given: check_store("memory:", _layout(**given)), _FIELDS
     ),
-    "asynccache.storage.CheckedStore.scrub": Case(
-        _scrub, {"rate": Number(above=0, optional=True), "tell": Function()}
+    "asynccache.storage.CheckedStore.register": within(
+        _listed, "register", {"memory": These("memoryview", "2-d memoryview")},
+        {"pool": "full", "memory": memoryview(bytearray(64))},
+    ),
+    "asynccache.storage.CheckedStore.scrub": within(
+        _listed, "scrub", {"rate": Number(above=0, optional=True), "tell": Function()}
     ),
     **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": These("[]")}, keys=[PAGE_KEY])
        for name in ("delete", "exists")},
+    "asynccache.storage.CheckedStore.hint": of_store(
+        "hint", {"verb": Thing(), "keys": These("[]"), "seconds": SECONDS}, verb=Hint.KEEP, keys=[PAGE_KEY]
+    ),
     **{f"asynccache.storage.CheckedStore.{name}": of_store(
         name, {"keys": Thing(), "payloads": Thing()}, keys=[PAGE_KEY], payloads=[memoryview(bytearray(64))])
        for name in ("get", "put")},
-    "asynccache.storage.CheckedStore.is_away": of_store("is_away", {"key": Thing()}, key=PAGE_KEY),
+    "asynccache.storage.CheckedStore.is_away": of_store("is_away", {}, key=PAGE_KEY),
     "asynccache.storage.Breaker.allow": of_breaker("allow", {"now": Number()}, "now"),
     "asynccache.storage.Breaker.success": of_breaker(
-        "success", {"permit": Integer(0), "now": Number(optional=True), "kind": Text()}, "permit"
+        "success", {"permit": Integer(0), "now": Number(optional=True)}, "permit"
     ),
     "asynccache.storage.Breaker.failure": of_breaker(
-        "failure", {"permit": Integer(0), "now": Number(), "kind": Text()}, "permit", "now"
+        "failure", {"permit": Integer(0), "now": Number()}, "permit", "now"
     ),
     "asynccache.storage.Breaker.abandon": of_breaker("abandon", {"permit": Integer(0)}, "permit"),
     "asynccache.storage.Breaker.shut_for": of_breaker("shut_for", {"now": Number()}, "now"),
     "asynccache.storage.Pages": plain(
         Pages, {"serving": Thing(), "pools": Unchecked("made by Pages.open")}, pools={}
     ),
-    "asynccache.storage.Pages.open": Case(
-        _pages_open,
+    "asynccache.storage.Pages.open": within(
+        lambda world: nullcontext(), lambda world, _: lambda **given: Pages.open(**given).close(),
         {"storage": Depends(Text()), "memory": Thing(), "page_bytes": Depends(Integer(1)),
-         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}")},
+         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}"),
+          "blocks": Function(optional=True)},
+        lambda world, _: {"storage": MemoryBackend(), "memory": bytearray(8192), "page_bytes": 4096, "namespace": "m"},
     ),
     "asynccache.storage.Pages.exists": of_pages(
         "exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"]
+    ),
+    "asynccache.storage.Pages.hint": of_pages(
+        "hint", {"verb": Thing(), "keys": EMPTY, "seconds": SECONDS, "pool": OF_ONE_POOL, "timeout": WITHIN},
+        verb=Hint.KEEP, keys=[b"a"],
+    ),
+    "asynccache.storage.read_hints": plain(
+        read_hints, {"envelope": Unchecked("whatever comes counts as malformed, at worst")}, envelope=None
+    ),
+    "asynccache.storage.RequestHints": plain(
+        RequestHints, dict.fromkeys(
+            ("prefetch", "block_hashes", "keep", "keep_end", "ended", "ended_start", "skip_store"),
+            Unchecked("made by read_hints"),
+        ),
     ),
     **{f"asynccache.storage.Pages.{name}": of_pages(
         name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"], slots=[0])
        for name in ("get", "put")},
     "asynccache.storage.Pages.clear": of_pages("clear", {"timeout": WITHIN}),
-    "asynccache.storage.Pages.close": Case(_pages_close, {"timeout": Number(0)}),
+    "asynccache.storage.Pages.close": within(
+        lambda world: Pages.open(MemoryBackend(), bytearray(2), 2, "m"), "close", {"timeout": Number(0)}
+    ),
     "asynccache.storage.ParsedUrl.allow_only": of_url(
         "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
     ),
     "asynccache.storage.ParsedUrl.settings": of_url(
         "settings", {"kind": Thing(), "own": Unchecked("settings of that kind, which checks them")}, kind=StoreOptions
     ),
-    "asynccache.storage.ThreadPool.call": Case(
-        _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
+    **{f"asynccache.storage.ThreadPool.{name}": within(_threads, name, OWN, EIGHT) for name in ("call", "run")},
+    "asynccache.storage.ThreadPool.submit": within(
+        _threads, lambda world, pool: lambda function: asyncio.wrap_future(pool.submit(function)), OWN, EIGHT
     ),
-    "asynccache.storage.ThreadPool.submit": Case(
-        _submitted, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
+    "asynccache.storage.ThreadPool.run_for": within(
+        _threads, "run_for", {**OWN, "size": Integer()}, {**EIGHT, "size": 1 << 30}
     ),
-    "asynccache.storage.ThreadPool.run": Case(
-        _run, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
+    "asynccache.storage.ThreadPool.spread": within(
+        _threads, "spread", {"sizes": Unchecked("summed for every call"), "columns": Unchecked("the function's own")},
+        {**EIGHT, "sizes": [1 << 30]},
     ),
-    "asynccache.storage.ThreadPool.run_for": Case(
-        _run_for, {"size": Integer(), "function": Function(), "args": Unchecked("the function's own"),
-                   "kwargs": Unchecked("the same")},
+    "asynccache.storage.OpenCalls": plain(OpenCalls, {}, name="w"),
+    "asynccache.storage.completed": function(
+        completed, {"work": Thing()}, lambda world, _: {"work": asyncio.sleep(0)}
     ),
-    "asynccache.storage.ThreadPool.spread": Case(
-        _spread, {"function": Function(), "sizes": Unchecked("summed for every call"),
-                  "columns": Unchecked("the function's own")},
-    ),
-    "asynccache.storage.OpenCalls": plain(OpenCalls, {"name": Text()}, name="w"),
-    "asynccache.storage.completed": Case(_completed, {"work": Thing()}),
-    "asynccache.storage.completed_in_thread": Case(_completed_in_thread, {
-        "function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")
-    }),
-    "asynccache.storage.settled": Case(_settled, {"futures": These("[]")}),
+    "asynccache.storage.completed_in_thread": function(completed_in_thread, OWN, {"function": int}),
+    "asynccache.storage.settled": function(settled, {"futures": These("[]")}, _done),
     "asynccache.storage.check_stores": Case(
-        _check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))), "layout": Thing(),
-                        "options": These("None", "{}")}, names={"urls": "storage"},
+        _check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))), "options": These("None", "{}")},
+        names={"urls": "storage"},
     ),
-    "asynccache.storage.ThreadPool": plain(ThreadPool, {"count": Integer(0, 1024), "name": Text()}, count=1, name="w"),
+    "asynccache.storage.ThreadPool": plain(ThreadPool, {"count": Integer(0, 1024)}, count=1, name="w"),
     "asynccache.storage.backend_class": plain(backend_class, {"scheme": Depends(Text())}, scheme="memory"),
     "asynccache.storage.check_store": plain(
-        check_store, {"url": Depends(Text()), "layout": Thing(), "options": These("None", "{}")},
-        url="memory:", layout=LAYOUT,
+        check_store, {"url": Depends(Text()), "options": These("None", "{}")}, url="memory:", layout=LAYOUT
     ),
     "asynccache.storage.parse_host_port": plain(
-        parse_host_port, {"text": Text(), "default": Integer(1, 65535, optional=True)}, text="host:1"
+        parse_host_port, {"default": Integer(1, 65535, optional=True)}, text="host:1"
     ),
     "asynccache.storage.open_store": plain(
         open_store,
-        {"url": Depends(Text()), "layout": Thing(), "options": These("None", "{}"),
-         "timeout": Number(above=0, optional=True)},
+        {"url": Depends(Text()), "options": These("None", "{}"), "timeout": Number(above=0, optional=True)},
         url="memory:", layout=LAYOUT,
     ),
     "asynccache.storage.parse_size": plain(
-        parse_size, {"name": Text(), "text": Depends(Text())}, name="size", text="8"
+        parse_size, {"text": Depends(Text())}, name="size", text="8"
     )._replace(names={"text": "size"}),
     "asynccache.storage.parse_url": plain(
         parse_url, {"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"
     ),
-    "asynccache.storage.take_options": plain(take_options, {"url": Thing()}, url=ParsedUrl("memory")),
+    "asynccache.storage.take_options": plain(take_options, {}, url=ParsedUrl("memory")),
     "asynccache.storage.weights_digest": plain(
-        weights_digest,
-        {"model": Depends(Text()), "revision": Text(optional=True), "cache": Text(optional=True)}, model=WEIGHTS.name,
+        weights_digest, {"model": Depends(Text()), "cache": Text(optional=True)}, model=WEIGHTS.name
     ),
     # events
     "asynccache.events.ZmqPublisher": plain(
         ZmqPublisher,
-        {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "topic": Text(),
-         "rank": Integer(0, INT32, optional=True), "layout": Member(), "replay_topic": Flag(optional=True),
+        {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "rank": Integer(0, INT32, optional=True),
+         "layout": Member(),
          "keep": Integer(1, 1 << 30), "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT,
-         "high_water": Integer(1, INT32), "clock": Function()},
+          "high_water": Integer(1, INT32), "first": Integer(0, 1 << 62)},
         endpoint="inproc://edge", layout=EventLayout.MAP,
     ),
-    "asynccache.events.ZmqPublisher.close": Case(_publisher_close, {"timeout": Number(0, threading.TIMEOUT_MAX)}),
+    "asynccache.events.ZmqPublisher.close": within(
+        lambda world: closing(ZmqPublisher("inproc://edge-close")), "close",
+        {"timeout": Number(0, threading.TIMEOUT_MAX)},
+    ),
     "asynccache.events.Subscriber": plain(
         Subscriber,
-        {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "topic": Text(), "layout": Member(),
+        {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "layout": Member(),
          "patience": Number(0, 1e6)},
         endpoint="inproc://edge",
     ),
-    "asynccache.events.Subscriber.receive": Case(_receive, {"timeout": Number(0, 1e6)}),
-    "asynccache.events.ZmqPublisher.__call__": Case(_notice, {"notice": Thing()}),
+    "asynccache.events.Subscriber.receive": within(
+        lambda world: Subscriber("inproc://edge-receive"), _received, {"timeout": Number(0, 1e6)}, {"timeout": 0}
+    ),
+    "asynccache.events.ZmqPublisher.__call__": within(
+        _publisher, "__call__", {"notice": Thing()}, {"notice": Cleared()}
+    ),
     "asynccache.events.Mirror.note": of_mirror("note", {"event": Thing()}, lambda event: event),
     "asynccache.events.Mirror.note (event)": of_mirror(
         "note", {"block_hashes": INTEGERS, "medium": Text(optional=True)}, _stored
@@ -867,24 +818,70 @@ CALLS: dict[str, Case] = {
     "asynccache.events.Mirror.prefix": plain(
         Mirror().prefix, {"hashes": INTEGERS, "medium": Text(("GPU", "CPU"))}, hashes=[1]
     ),
+    "asynccache.events.Fleet": Case(
+        _fleet, {"patience": Number(high=1e6, above=0), "check": Number(high=1e6, above=0),
+                 "silence": Number(high=6000, above=0)}
+    ),
+    "asynccache.events.Fleet.add": of_fleet(
+        "add", {"server": Depends(Text()), "streams": These("[]")}, server="a", streams=[]
+    ),
+    "asynccache.events.Fleet.remove": of_fleet("remove", {"server": Text(("there",))}, server="there"),
+    "asynccache.events.Fleet.hits": of_fleet("hits", {"hashes": INTEGERS}, hashes=[1]),
+    "asynccache.events.Fleet.add (stream)": Case(
+        _followed, {"stream": Thing()}
+    ),
+    "asynccache.events.Fleet.add (stream's fields)": Case(
+        _followed_at, {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "topic": Text(),
+                       "layout": Member()}
+    ),
+    "asynccache.events.prompt_blocks": plain(
+        prompt_blocks,
+        {"tokens": Depends(INTEGERS), "model": Text(), "page_size": Integer(1, 1 << 16), "namespace": Namespace()},
+        tokens=[1, 2], model="m", page_size=1,
+    ),
     # metrics
     "asynccache.metrics.LoopLag": plain(LoopLag, {"tick": Number(above=0)}),
-    "asynccache.metrics.CacheCollector": Case(
-        _collector, {"cache": Thing(), "name": Text(optional=True), "lag": Thing(optional=True),
-                     "publisher": Function(optional=True)},
-    ),
-    "asynccache.metrics.app": Case(
-        _metrics_app, {"cache": Thing(), "registry": Thing(optional=True), "lag": Thing(optional=True)},
-    ),
-    "asynccache.metrics.start_metrics_server": Case(
-        _metrics_server, {"cache": Thing(), "host": Text(("127.0.0.1",)), "port": Integer(0, 65535),
-                          "registry": Thing(optional=True), "lag": Thing(optional=True)},
+    "asynccache.metrics.CacheCollector": function(CacheCollector, {}, _cache),
+    "asynccache.metrics.app": function(app, {}, _cache),
+    "asynccache.metrics.start_metrics_server": function(
+        _served, {"host": Text(("127.0.0.1",)), "port": Integer(0, 65535)}, _cache
     ),
 }  # fmt: skip
 
+
+def kind_of(annotation: str) -> Kind | None:
+    """What a parameter takes whose annotation is this; None: the annotation does not say it, as of numbers."""
+    name, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
+    if name.startswith("Callable["):
+        return Function(optional=optional)
+    if name in _KINDS and (name != "Namespace" or not optional):
+        return _KINDS[name](optional)
+    return Thing(optional=optional) if re.fullmatch(r"(\w+\.)*_?[A-Z]\w+", name) else None
+
+
+def derived(name: str) -> dict[str, Kind]:
+    """What the parameters of the public call of this name take, as far as its annotations say that."""
+    package = max((one for one in PACKAGES if name.startswith(f"{one}.")), key=len)
+    member: Any = importlib.import_module(package)
+    for part in name.removeprefix(f"{package}.").split("."):
+        member = getattr(member, part)
+    found = {one.name: kind_of(_written(one.annotation)) for one in inspect.signature(member).parameters.values()
+             if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}  # fmt: skip
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _written(annotation: Any) -> str:
+    """An annotation as text, without what it says besides the type."""
+    bare = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
+    return bare if isinstance(bare, str) else inspect.formatannotation(bare)
+
+
+CALLS = {name: case if "(" in name else case._replace(params={**derived(name), **case.params})
+         for name, case in EXCEPTIONS.items()}  # fmt: skip
+
 _VALUE = "a value: Mirror checks of an event what it takes up, and msgspec all of one that comes from the wire"
 
-_GROUP = "a cache with workers only takes it: tests/group/test_group_edges.py calls it with all that is odd"
+_GROUP = "a cache with workers only takes it: tests/group/test_group_calls.py calls it with all that is odd"
 
 NOT_CALLED: dict[str, Unchecked] = {
     **{f"asynccache.DevicePool{name}": Unchecked("a cache makes its pools; tests/memory has what they refuse")
@@ -892,7 +889,7 @@ NOT_CALLED: dict[str, Unchecked] = {
     "asynccache.storage.ThreadPool.map": Unchecked("inherited as it is from concurrent.futures.Executor"),
     "asynccache.storage.ThreadPool.shutdown": Unchecked("as that of Executor: it looks at neither argument"),
     **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},
-    "asynccache.AsyncCache.block_table": Unchecked("of a pool with a shape: tests/runtime/test_looking_at_a_cache.py"),
+    "asynccache.AsyncCache.block_table": Unchecked("of a pool with a shape: tests/runtime/test_explain.py"),
     "asynccache.metrics.MetricsServer": Unchecked("start_metrics_server makes it"),
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it, and takes all that it is made of"),
     **{f"asynccache.events.{name}": Unchecked(_VALUE) for name in ("BlockRemoved", "BlockStored", "EventBatch")},

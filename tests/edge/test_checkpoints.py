@@ -1,19 +1,25 @@
-"""A checkpoint is a position where a page ends and one of the lease's own states, each handed in once; anything else is
-refused before anything has changed, and the same commit with a good one succeeds and serves the right bytes."""
+"""A checkpoint is a position where a page ends and one of the lease's own states; tokens count as they are when the
+call is made; slots can be numbered."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import inspect
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from asynccache_shim import Request
 
-from asynccache import AsyncCache, ConfigError, Lease
+from asynccache import AsyncCache, CacheConfig, ConfigError, Full, Lease
 from asynccache.core.audit import check
+from asynccache.runtime.tokens import as_key
+from tests.edge.edge_kit import Depends, Tokens
+from tests.edge.public_calls import CALLS
 from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
@@ -21,10 +27,15 @@ from tests.runtime.runtime_kit import (
     holds,
     opened,
     page_hashes,
+    serve,
     settings,
     text,
     write,
 )
+
+# A checkpoint is a position where a page ends and one of the lease's own states, each handed in once; anything else is
+# refused before anything has changed, and the same commit with a good one succeeds and serves the right bytes.
+
 
 PROMPT = text(4, extra=1)
 END = 4 * PAGE
@@ -51,7 +62,6 @@ async def hits(cache: AsyncCache, prompt: list[int] = PROMPT) -> int:
         return lease.cached
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("of", [np.int32, int, np.int64, torch.tensor], ids=["states", "int", "int64", "torch"])
 async def test_a_slot_is_any_integer_and_what_states_gives_first_of_all(of: Callable[[Any], Any]) -> None:
     async with opened(settings(16, mamba=8)) as cache:
@@ -78,7 +88,6 @@ BAD: dict[str, Callable[[Lease, Lease], Any]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", BAD)
 async def test_what_is_no_checkpoint_of_the_lease_is_refused_and_changes_nothing(name: str) -> None:
     async with opened(settings(24, mamba=8)) as cache:
@@ -94,7 +103,6 @@ async def test_what_is_no_checkpoint_of_the_lease_is_refused_and_changes_nothing
         assert await hits(cache) == END
 
 
-@pytest.mark.asyncio
 async def test_a_slot_that_was_given_to_the_tree_is_refused_by_name() -> None:
     longer = text(6, extra=1)
     async with opened(settings(24, mamba=8)) as cache:
@@ -109,7 +117,6 @@ async def test_a_slot_that_was_given_to_the_tree_is_refused_by_name() -> None:
         assert await hits(cache, longer) == 6 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_of_two_commits_at_once_with_one_slot_the_second_is_refused() -> None:
     longer = text(6, extra=1)
     async with opened(settings(24, mamba=8)) as cache:
@@ -122,3 +129,152 @@ async def test_of_two_commits_at_once_with_one_slot_the_second_is_refused() -> N
             assert [isinstance(answer, ConfigError) for answer in answers] == [False, True]
             check(cache.core)
         assert await hits(cache, longer) == END
+
+
+# What a caller hands to a public call counts as it is when the call is made. The caller may go on writing into its
+# buffer at once, before anything is awaited, as an engine does that has one buffer of tokens for each request.
+
+
+CACHED = text(3)
+OTHER = text(3, seed=5)
+BUFFERS: list[Callable[[list[int]], Any]] = [
+    list, lambda tokens: array("i", tokens), lambda tokens: bytearray(as_key(tokens)),
+    lambda tokens: memoryview(bytearray(as_key(tokens))), lambda tokens: np.array(tokens, np.int32),
+    lambda tokens: np.array(tokens, np.int64), torch.tensor,
+]  # fmt: skip
+IDS = ["list", "array", "bytearray", "memoryview", "int32", "int64", "tensor"]
+
+
+def overwrite(buffer: Any) -> None:
+    """Write other tokens into the buffer."""
+    if isinstance(buffer, (bytearray, memoryview)):
+        buffer[:] = as_key(OTHER)
+    elif isinstance(buffer, torch.Tensor):
+        buffer.copy_(torch.tensor(OTHER))
+    elif isinstance(buffer, array):
+        buffer[:] = array("i", OTHER)
+    else:
+        buffer[:] = OTHER
+
+
+Call = Callable[[AsyncCache, Any], Any]
+Check = Callable[[AsyncCache, Any], Awaitable[object]]
+
+
+async def _match(cache: AsyncCache, match: Any) -> object:
+    return match.device
+
+
+async def _explained(cache: AsyncCache, explained: Any) -> object:
+    return explained.device
+
+
+async def _kept(cache: AsyncCache, kept: Any) -> object:
+    kept.release()
+    return kept.tokens
+
+
+async def _leased(cache: AsyncCache, lease: Lease) -> object:
+    async with lease:
+        return lease.cached + PAGE  # a lease leaves a page to be computed
+
+
+async def _prefetched(cache: AsyncCache, handle: Any) -> object:
+    lease = cache.lease(CACHED, prefetch=handle)  # it would be refused if it were of other tokens
+    assert await handle
+    async with lease:
+        return lease.cached + PAGE
+
+
+TAKING: dict[str, tuple[Call, Check]] = {
+    "asynccache.AsyncCache.match": (lambda cache, tokens: cache.match(tokens), _match),
+    "asynccache.AsyncCache.explain": (lambda cache, tokens: cache.explain(tokens), _explained),
+    "asynccache.AsyncCache.keep": (lambda cache, tokens: cache.keep(tokens), _kept),
+    "asynccache.AsyncCache.lease": (lambda cache, tokens: cache.lease(tokens), _leased),
+    "asynccache.AsyncCache.prefetch": (lambda cache, tokens: cache.prefetch(tokens), _prefetched),
+}
+
+
+async def test_every_public_call_that_takes_tokens_is_tried() -> None:
+    """A new one is entered here, or has a test of its own, below."""
+    takes = {name for name, case in CALLS.items() if isinstance(case.params.get("tokens"), (Tokens, Depends))}
+    own = {"asynccache.Lease.commit", "asynccache.events.prompt_blocks",  # which has done with them when it returns
+           "asynccache_shim.Request", "asynccache_shim.Request (attributes)"}  # fmt: skip
+    assert takes - TAKING.keys() == own
+
+
+@pytest.mark.parametrize("make", BUFFERS, ids=IDS)
+@pytest.mark.parametrize("name", TAKING)
+async def test_tokens_count_as_they_are_when_the_call_is_made(name: str, make: Callable[[list[int]], Any]) -> None:
+    call, check = TAKING[name]
+    async with opened(settings(host=32)) as cache:
+        await serve(cache, CACHED)
+        tokens = make(CACHED)
+        answer = call(cache, tokens)
+        overwrite(tokens)
+        found = await answer if inspect.iscoroutine(answer) else answer
+        assert await check(cache, found) == 3 * PAGE
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+async def test_a_request_has_the_tokens_that_it_was_made_with_and_submits_those_that_it_has(
+    make: Callable[[list[int]], Any],
+) -> None:
+    tokens, late = make(CACHED), make(CACHED)
+    request = Request(tokens)
+    overwrite(tokens)
+    assert request.terms.tokens.tolist() == CACHED
+    request.tokens = late
+    terms = request.terms
+    overwrite(late)
+    assert terms.tokens.tolist() == CACHED
+
+
+@pytest.mark.parametrize("task", [False, True], ids=["awaited", "in a task"])
+@pytest.mark.parametrize("make", BUFFERS, ids=IDS)
+async def test_a_commit_publishes_the_tokens_that_it_was_called_with(
+    make: Callable[[list[int]], Any], task: bool
+) -> None:
+    prompt = CACHED[:PAGE]
+    async with opened(settings()) as cache:
+        async with cache.lease(prompt, new_tokens=2 * PAGE) as lease:
+            compute(cache, lease, CACHED)
+            tokens = make(CACHED)
+            commit = asyncio.ensure_future(lease.commit(tokens)) if task else lease.commit(tokens)
+            overwrite(tokens)
+            await commit
+        assert (await cache.match(CACHED)).device == 3 * PAGE
+        assert (await cache.match(prompt + OTHER[PAGE:])).device == PAGE
+
+
+async def test_a_commit_takes_its_checkpoint_when_it_is_called() -> None:
+    state = page_hashes(CACHED)[-1]
+    async with opened(settings(mamba=8)) as cache:
+        async with cache.lease(CACHED) as lease:
+            compute(cache, lease, CACHED)
+            for slot in lease.states:
+                write(cache, "mamba", int(slot), state)
+            checkpoint: list[Any] = [np.array(3 * PAGE), np.array(lease.states[1])]
+            commit = lease.commit(CACHED, checkpoint=checkpoint)  # type: ignore[arg-type]
+            for value in checkpoint:
+                value.fill(0)
+            checkpoint.clear()
+            await commit
+        async with cache.lease([*CACHED, 1]) as lease:
+            await lease.loaded()
+            assert lease.cached == 3 * PAGE
+            assert holds(cache, "mamba", int(lease.states[0]), state)
+
+
+# A pool without bytes fits into any memory; but its slots are int32.
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+async def test_more_slots_than_can_be_numbered_are_refused(tier: str) -> None:
+    tokens: dict[str, Any] = {"device_tokens": 16, "host_tokens": 16, f"{tier}_tokens": 16 << 31}
+    config = CacheConfig(model="m", components=(Full(bytes_per_token=0, **tokens),))
+    cache = AsyncCache(config)
+    with pytest.raises(ConfigError, match=f"full: 2147483648 slots on the {tier}"):
+        async with cache:
+            pass
+    assert cache.closed == "the cache is not open"

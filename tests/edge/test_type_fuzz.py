@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 
 from asynccache import checks
-from tests.edge.edge_kit import Case, Kind, Unchecked, World, problem_of, public
+from tests.edge.edge_kit import PACKAGES, Case, Kind, Unchecked, World, problem_of, public
 from tests.edge.odd_values import ODD
 from tests.edge.public_calls import CALLS, NOT_CALLED
 
 pytestmark = pytest.mark.slow(0.4)
-
-PACKAGES = ("asynccache", "asynccache_shim", "asynccache.storage", "asynccache.events", "asynccache.metrics")
 
 
 def signatures() -> Iterator[tuple[str, set[str]]]:
@@ -56,7 +54,7 @@ def _parameters(function: Any) -> set[str]:
 
 
 def test_every_public_parameter_is_in_the_tables() -> None:
-    """A new parameter is entered in ``public_calls.py``, with what it takes."""
+    """A new parameter whose annotation does not say what it takes is entered in ``public_calls.py``."""
     found = dict(signatures())
     assert len(ODD) >= 25
     assert len({odd.name for odd in ODD}) == len(ODD)
@@ -99,7 +97,6 @@ async def _one_parameter(case: Case, world: World, name: str, kind: Kind, odd_va
     return problems
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", CALLS)
 async def test_odd_values_are_taken_for_what_they_mean_or_refused_by_name(name: str) -> None:
     assert await fuzzed(CALLS[name]) == []
@@ -135,7 +132,6 @@ REMOVED = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore")  # what a broken cache leaves behind
 @pytest.mark.parametrize(("check", "parameter", "call"), REMOVED, ids=[f"{call}-{name}" for _, name, call in REMOVED])
 async def test_a_check_that_is_removed_is_noticed(

@@ -26,6 +26,7 @@ from asynccache.memory.host_copies import Faults
 from asynccache.storage import StorageBackend
 from tests import warm
 from tests.engine.engine_models import VOCABULARY, make
+from tests.waiting import until
 
 CHILD = Path(__file__).parent / "engine_child.py"
 PAGE = 8
@@ -214,6 +215,7 @@ def open_caches() -> list[AsyncCache]:
 async def settled(cache: AsyncCache) -> None:
     """Return when all published pages are saved and nothing is in flight."""
     await cache.flush(timeout=20)
+    await until(lambda: not cache.core.world.ledger.ops)  # a prefetch that nobody waits for ends by itself
 
 
 def run_child(folder: Path, *families: str, child: Path = CHILD) -> str:

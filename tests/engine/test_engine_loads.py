@@ -32,7 +32,7 @@ from tests.engine.test_engine_ahead import SIZES as AHEAD
 from tests.engine.test_engine_ahead import TWINS, counted
 from tests.engine.test_engine_batching import NAMED, NEW, all_wanted, empty_device, made, sound, texts, wanted
 from tests.engine.test_engine_rows import GIVEN, LENGTH, rows_of
-from tests.stores.s3_server import MotoServer
+from tests.stores.object_server import MotoServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow(0.5)

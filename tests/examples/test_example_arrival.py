@@ -69,7 +69,6 @@ async def heard(reader: asyncio.StreamReader) -> bytes:
     return said
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", TRICKLES)
 async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_trickles(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +86,6 @@ async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_tric
         writer.close()
 
 
-@pytest.mark.asyncio
 async def test_no_more_connections_than_allowed_are_open() -> None:
     async with serving(connections=3) as port:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
@@ -99,7 +97,6 @@ async def test_no_more_connections_than_allowed_are_open() -> None:
             await reader.read()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"model":' * 100_000, b"\xff", b"{", b'{"prompt": [1e400]}'])
 async def test_a_body_that_cannot_be_used_is_a_400(body: bytes) -> None:
     async with serving() as port:

@@ -48,7 +48,6 @@ def messages(text: str) -> Any:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
 
-@pytest.mark.asyncio
 async def test_it_says_what_transformers_says(client: openai.AsyncOpenAI, folder: Path) -> None:
     """In one piece or in many, with a hit and without; ``usage`` says what was one."""
     talk = messages("Says what? " + STORY)
@@ -70,7 +69,6 @@ async def test_it_says_what_transformers_says(client: openai.AsyncOpenAI, folder
     assert answer.choices[0].text == said(folder, STORY, 24)
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_ends_it_wherever_tokens_do(client: openai.AsyncOpenAI, folder: Path) -> None:
     """However long its tokens are, nothing of it is shown."""
     whole = said(folder, STORY, 24)
@@ -79,7 +77,6 @@ async def test_a_stop_string_ends_it_wherever_tokens_do(client: openai.AsyncOpen
         assert (await text_of(stream))[:2] == (whole[: whole.index(stop)], "stop")
 
 
-@pytest.mark.asyncio
 async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": NAME, "temperature": 1.2, "prompt": STORY, "max_tokens": 12}
     many = await client.completions.create(**asked, n=3, seed=5)
@@ -96,7 +93,6 @@ async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI) ->
     assert texts == [choice.text for choice in many.choices]
 
 
-@pytest.mark.asyncio
 async def test_two_hundred_clients_have_their_answers(server: Server, client: openai.AsyncOpenAI, folder: Path) -> None:
     """And each its own error, if there is one: nobody else's answer is another one for it. Where requests are computed
     one after the other, forty of them do."""
@@ -125,7 +121,6 @@ async def test_two_hundred_clients_have_their_answers(server: Server, client: op
     assert {text for _, text in answers[count + 5 :]} == {said(folder, "Cold.", 4)}
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_ends_its_answer(client: openai.AsyncOpenAI) -> None:
     """Greedy, this answer has 715 tokens; one that is drawn could be over before its client has left."""
     before = (await settled(client))["requests"]["ended"].get("aborted", 0)
@@ -135,14 +130,12 @@ async def test_a_client_that_leaves_ends_its_answer(client: openai.AsyncOpenAI) 
     assert (await settled(client))["requests"]["ended"].get("aborted", 0) == before + 1
 
 
-@pytest.mark.asyncio
 async def test_what_a_template_refuses_is_told(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="there are no developers here") as told:
         await client.chat.completions.create(**GREEDY, messages=[{"role": "developer", "content": "Hi"}])
     assert told.value.param == "messages"
 
 
-@pytest.mark.asyncio
 async def test_the_cache_explains_a_prompt(client: openai.AsyncOpenAI, server: Server, folder: Path) -> None:
     """To ``asynccache explain`` and to whoever asks with a text; and its figures are there."""
     talk = messages("Explained. " + STORY)
@@ -165,7 +158,6 @@ async def test_the_cache_explains_a_prompt(client: openai.AsyncOpenAI, server: S
         assert (await http.get("/healthz")).json() == {"status": "ok"}
 
 
-@pytest.mark.asyncio
 async def test_a_router_is_told_where_pages_are(client: openai.AsyncOpenAI, server: Server) -> None:
     before = await _told(server, 0)
     answer = await client.completions.create(**GREEDY, prompt="Told. " + STORY, max_tokens=1)
@@ -189,7 +181,6 @@ async def _told(server: Server, least: int) -> int:
 # from its start to its end
 
 
-@pytest.mark.asyncio
 async def test_ctrl_c_saves_and_a_restart_finds_it(folder: Path, tmp_path: Path) -> None:
     options = ("--model", str(folder), "--path", "prefix", "--device-tokens", "1024", "--host-tokens", "1024",
                "--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB&segment=8MiB")  # fmt: skip

@@ -102,7 +102,6 @@ async def leave(server: FastAPI, version: str, after: int) -> int:
     return sent
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
 @pytest.mark.parametrize("after", [0, 4])
 async def test_a_client_that_leaves_ends_its_request(tmp_path: Path, version: str, after: int) -> None:

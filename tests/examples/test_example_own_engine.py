@@ -31,7 +31,6 @@ async def serving(folder: Path) -> AsyncIterator[tuple[AsyncCache, OwnEngine]]:
         check(cache.core, idle=True)
 
 
-@pytest.mark.asyncio
 async def test_the_model_computes_what_pytorch_computes_without_pages(tmp_path: Path) -> None:
     """Row by row, in chunks, and in pages in any order: the keys and values of a prompt are those of one call."""
     async with serving(tmp_path) as (cache, _):
@@ -44,7 +43,6 @@ async def test_the_model_computes_what_pytorch_computes_without_pages(tmp_path: 
         torch.testing.assert_close(kv[:18], kv[order + 20][:18], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.asyncio
 async def test_a_hit_changes_nothing_but_the_work(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, engine):
         first = await answer(engine, PROMPT, 8)
@@ -53,7 +51,6 @@ async def test_a_hit_changes_nothing_but_the_work(tmp_path: Path) -> None:
         assert engine.cached == 288
 
 
-@pytest.mark.asyncio
 async def test_what_is_in_the_pages_decides(tmp_path: Path) -> None:
     """So that the same answer means the same KV."""
     async with serving(tmp_path) as (cache, engine):
@@ -73,7 +70,6 @@ def test_other_weights_in_the_folder_find_none_of_these_pages(tmp_path: Path) ->
     assert models[0] == models[2]
 
 
-@pytest.mark.asyncio
 async def test_tokens_come_as_they_are_made_and_many_requests_share_the_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +88,6 @@ async def test_tokens_come_as_they_are_made_and_many_requests_share_the_steps(
         assert first == answers[0][:1]
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, engine):
         expected = await answer(engine, PROMPT, 8, "undisturbed")
@@ -112,7 +107,6 @@ def room(cache: AsyncCache) -> int:
     return shelf.free + shelf.evictable
 
 
-@pytest.mark.asyncio
 async def test_nobody_gets_the_pages_of_a_client_that_left_before_its_step_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +132,6 @@ async def test_nobody_gets_the_pages_of_a_client_that_left_before_its_step_is_ov
         assert room(cache) == pages
 
 
-@pytest.mark.asyncio
 async def test_a_step_that_fails_ends_its_requests_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +144,6 @@ async def test_a_step_that_fails_ends_its_requests_and_no_others(
         assert engine.cached == 0, "nothing of the step was published"
 
 
-@pytest.mark.asyncio
 async def test_what_never_fits_is_refused_and_the_end_of_the_engine_ends_its_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as (cache, engine):
         with pytest.raises(CacheFull):

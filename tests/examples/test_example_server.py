@@ -83,7 +83,6 @@ def test_it_says_where_it_is_and_what_to_try(server: Server) -> None:
     assert f"curl {server.url}/v1/chat/completions" in server.greeting
 
 
-@pytest.mark.asyncio
 async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL
@@ -91,7 +90,6 @@ async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:
         await client.models.retrieve("gpt-4")
 
 
-@pytest.mark.asyncio
 async def test_the_text_is_the_models_own_with_and_without_a_hit(client: openai.AsyncOpenAI) -> None:
     prompt = "What the model says. " + PREFIX
     first = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=24)
@@ -103,7 +101,6 @@ async def test_the_text_is_the_models_own_with_and_without_a_hit(client: openai.
     assert first.choices[0].text == again.choices[0].text == elsewhere.choices[0].text == straight(prompt, 24)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["scheduler", "prefix"])
 async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path: str, tmp_path: Path) -> None:
     prompt = "How likely? " + PREFIX
@@ -133,7 +130,6 @@ async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path:
             assert bare.choices[0].logprobs is None
 
 
-@pytest.mark.asyncio
 async def test_a_stream_says_what_a_whole_answer_says(client: openai.AsyncOpenAI) -> None:
     messages: Any = [{"role": "system", "content": "Be noisy."}, {"role": "user", "content": "Hello!"}]
     whole = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=20)
@@ -148,7 +144,6 @@ async def test_a_stream_says_what_a_whole_answer_says(client: openai.AsyncOpenAI
     assert cached(usage) > cached(whole.usage) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_finds_its_own_answers_in_the_cache(client: openai.AsyncOpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Tell me something long."}]
     first = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=100)
@@ -159,7 +154,6 @@ async def test_a_conversation_finds_its_own_answers_in_the_cache(client: openai.
     assert cached(second.usage) >= (first.usage.total_tokens - 1) // PAGE * PAGE
 
 
-@pytest.mark.asyncio
 async def test_concurrent_streams_share_their_prefix(client: openai.AsyncOpenAI) -> None:
     async def ask(i: int) -> tuple[str, str | None, Any]:
         prompt = f"Shared. {PREFIX}{chr(ord('a') + i)}?"
@@ -174,7 +168,6 @@ async def test_concurrent_streams_share_their_prefix(client: openai.AsyncOpenAI)
         assert said == straight(f"Shared. {PREFIX}{chr(ord('a') + i)}?", 12)
 
 
-@pytest.mark.asyncio
 async def test_metrics_count_what_the_cache_served(client: openai.AsyncOpenAI) -> None:
     for _ in range(2):
         await client.completions.create(**GREEDY, prompt=PREFIX + "Figures", max_tokens=1)
@@ -190,7 +183,6 @@ def _read(url: str) -> str:
         return str(response.read().decode())
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_a_stream_ends_it(client: openai.AsyncOpenAI) -> None:
     before = await settled(client)
     streams = [
@@ -206,7 +198,6 @@ async def test_a_client_that_leaves_a_stream_ends_it(client: openai.AsyncOpenAI)
     assert after["requests"]["ended"]["aborted"] == before["requests"]["ended"].get("aborted", 0) + 3
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_does_not_wait_for_its_answer_ends_it(client: openai.AsyncOpenAI) -> None:
     before = await settled(client)
     with pytest.raises(openai.APITimeoutError):
@@ -215,7 +206,6 @@ async def test_a_client_that_does_not_wait_for_its_answer_ends_it(client: openai
     assert after["requests"]["ended"]["aborted"] == before["requests"]["ended"].get("aborted", 0) + 1
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_ends_the_answer_before_it(client: openai.AsyncOpenAI) -> None:
     prompt = "Until here. " + PREFIX
     whole = straight(prompt, 30)
@@ -228,7 +218,6 @@ async def test_a_stop_string_ends_the_answer_before_it(client: openai.AsyncOpenA
     assert (await text_of(stream))[:2] == (whole[: whole.index(stop)], "stop")
 
 
-@pytest.mark.asyncio
 async def test_a_seed_says_the_same_again(client: openai.AsyncOpenAI) -> None:
     async def ask(seed: int) -> str:
         answer = await client.completions.create(model=MODEL, prompt="Dice.", max_tokens=24, temperature=1.5, seed=seed)
@@ -238,7 +227,6 @@ async def test_a_seed_says_the_same_again(client: openai.AsyncOpenAI) -> None:
     assert first == again != second
 
 
-@pytest.mark.asyncio
 async def test_errors_have_the_form_of_the_api(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.completions.create(model="gpt-4", prompt="Hello")
@@ -257,14 +245,12 @@ async def test_errors_have_the_form_of_the_api(client: openai.AsyncOpenAI) -> No
         await client.embeddings.create(model=MODEL, input="Hello")
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_just_fits_is_served(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(**GREEDY, prompt="x" * (CONTEXT - 2), max_tokens=2)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
 
 
-@pytest.mark.asyncio
 async def test_more_requests_than_it_takes_are_told_to_come_later(client: openai.AsyncOpenAI) -> None:
     asked = [client.completions.create(**GREEDY, prompt=f"Crowd {i}", max_tokens=8) for i in range(60)]
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -273,7 +259,6 @@ async def test_more_requests_than_it_takes_are_told_to_come_later(client: openai
     assert all(isinstance(answer, openai.RateLimitError) for answer in refused)
 
 
-@pytest.mark.asyncio
 async def test_more_streams_than_the_device_holds_are_all_right(client: openai.AsyncOpenAI) -> None:
     """Ten times 500 tokens in 4,096: somebody waits, or is retracted and goes on."""
 
@@ -285,7 +270,6 @@ async def test_more_streams_than_the_device_holds_are_all_right(client: openai.A
     assert said[3] == straight("3 " * 220, 60)
 
 
-@pytest.mark.asyncio
 async def test_it_says_that_it_is_well(client: openai.AsyncOpenAI, server: Server) -> None:
     found: Any = await client.get(f"{server.url}/healthz", cast_to=object)
     assert found == {"status": "ok"}

@@ -41,7 +41,6 @@ def tiers(answer: Any) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_a_restart_finds_in_storage_what_was_there(tmp_path: Path) -> None:
     options = ("--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB&segment=8MiB")
     said = []
@@ -55,7 +54,6 @@ async def test_a_restart_finds_in_storage_what_was_there(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_a_stream_is_finished_before_it_stops(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         async with server.client() as client:
@@ -68,7 +66,6 @@ async def test_a_stream_is_finished_before_it_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_a_stream_that_does_not_end_in_time_is_cut(tmp_path: Path) -> None:
     """Its reader is told, and the cache is closed in good order."""
     with running(tmp_path, "--drain", "0.5") as server:
@@ -82,7 +79,6 @@ async def test_a_stream_that_does_not_end_in_time_is_cut(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     """A stream that would be waited for is not."""
     with started(tmp_path, "--drain", "600") as server:
@@ -143,7 +139,6 @@ def test_a_signal_before_it_serves_has_its_own_status(
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=pytest.mark.soak if one in HYBRIDS else ()) for one in FAMILIES[1:]]
 )
-@pytest.mark.asyncio
 async def test_every_family_is_served_from_the_cache(family: str, tmp_path: Path) -> None:
     with running(tmp_path, "--model-family", family) as server:
         async with server.client() as client:

@@ -58,7 +58,6 @@ async def text(service: Service, wanted: ParsedRequest) -> str:
         choices.abort()
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_fails_is_told_to_whom_it_failed_and_to_nobody_else() -> None:
     async with served() as service:
         expected = await text(service, ask())
@@ -70,7 +69,6 @@ async def test_a_model_that_fails_is_told_to_whom_it_failed_and_to_nobody_else()
         assert (await service.statistics())["requests"]["ended"] == {"length": 2, "failed": 1}
 
 
-@pytest.mark.asyncio
 async def test_a_cache_that_is_gone_is_told_and_seen() -> None:
     async with served() as service:
         assert service.failure is None
@@ -81,7 +79,6 @@ async def test_a_cache_that_is_gone_is_told_and_seen() -> None:
         assert told.value.status == 503
 
 
-@pytest.mark.asyncio
 async def test_usage_counts_no_token_after_a_stop_string() -> None:
     async with served() as service:
         whole = await text(service, ask(max_tokens=40))
@@ -97,7 +94,6 @@ async def test_usage_counts_no_token_after_a_stop_string() -> None:
         assert choices.usage["completion_tokens"] == made
 
 
-@pytest.mark.asyncio
 async def test_who_is_cut_short_is_told_and_nobody_else_comes_in() -> None:
     async with served() as service:
         choices = await start(service, ask(max_tokens=200))

@@ -1,16 +1,4 @@
-"""Random worlds of groups: whole caches with one to eight workers, on the virtual clock, out of one seed each.
-
-The seed says how many ranks there are and how they share every page; which pools, stores and policies; what each rank's
-device, store and link does wrong; what requests do and where they are cancelled; and which rank has an accident. In
-every world must hold:
-
-* The core's books are right after every plan (``audit``).
-* Every rank finds in its pages, when its stream reads them, its own part of what was computed for them.
-* A request that was not cancelled is served, or fails with the true reason. After an accident all are told in time.
-* Every page that the head calls stored is stored by every rank.
-* At the end nothing is held and nothing in flight, no process and no task is left, and in a calm world what was
-  published is found by the next group.
-"""
+"""Random worlds of groups, and the accidents that a rank may have."""
 
 from __future__ import annotations
 
@@ -20,26 +8,129 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import BatchFailed, CacheConfig, CacheFull, ConfigError, LoadFailed, Replicated, Sidecar
 from asynccache.core import audit
 from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import Status
 from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
 from asynccache.core.tree import Node
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.memory.host_copies import Faults
 from asynccache.runtime.lease import Lease
 from asynccache.worker import Topology
-from tests.group.engine_bytes import BAD, Task, task_for
+from asynccache.worker.messages import Ended
 from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, servers, settings, text
-from tests.group.rank_engine import CANNOT
-from tests.group.striking import FATES
+from tests.group.rank_engine import BAD, CANNOT, Task, task_for
 from tests.simulated.backend import HONEST, Hostility
 from tests.simulated.leading import check_books, leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 
+# Accidents that a rank of a simulated group may have, and what the others are told then.
+
+
+if TYPE_CHECKING:
+    from tests.group.group_kit import GroupWorld
+
+
+class Fate(NamedTuple):
+    """One kind of accident. ``strike``: makes it happen to a rank. ``reason``: a text in the errors of the others.
+    ``silences``: the process itself knows nothing of it. ``all``: it happens to all ranks at once. ``needs_host``: it
+    shows only where pages are copied."""
+
+    strike: Callable[[GroupWorld, int], None]
+    reason: str
+    silences: bool = False
+    all: bool = False
+    needs_host: bool = False
+
+
+def kill(world: GroupWorld, rank: int) -> None:
+    world.process(rank).kill()
+
+
+def silence(world: GroupWorld, rank: int) -> None:
+    world.process(rank).link.fall_silent()
+
+
+def broken(*_: object, **__: object) -> None:
+    raise OSError("the driver is gone")
+
+
+def raise_at_effects(world: GroupWorld, rank: int) -> None:
+    mover = world.local(rank).mover
+    mover.backup = mover.load = broken  # type: ignore[assignment]
+
+
+def raise_at_private_copies(world: GroupWorld, rank: int) -> None:
+    world.local(rank).mover.clone = broken  # type: ignore[assignment]
+
+
+def raise_at_storage(*calls: str) -> Callable[[GroupWorld, int], None]:
+    """Have these calls of a rank's worker raise an error that no store may raise."""
+
+    def strike(world: GroupWorld, rank: int) -> None:
+        for call in calls:
+            setattr(world.local(rank), call, broken)
+
+    return strike
+
+
+def cut_soon(world: GroupWorld, rank: int) -> None:
+    link = world.process(rank).link.peer
+    link.cut_at = link.frames + 2
+
+
+def babble(world: GroupWorld, rank: int) -> None:
+    world.process(rank).link.send(b"\x93\x01\x02\xc1")
+
+
+def say_nonsense(world: GroupWorld, rank: int) -> None:
+    world.process(rank).server._tell(Ended(Status.DONE, [999_999]))
+
+
+def cut_all(world: GroupWorld, rank: int) -> None:
+    for process in world.group.processes.values():
+        process.link.cut()
+
+
+FATES: dict[str, Fate] = {
+    "killed": Fate(kill, "closed the connection"),
+    "silent": Fate(silence, "was silent for 3 s", silences=True),
+    "an effect raises": Fate(raise_at_effects, "the driver is gone", needs_host=True),
+    "the link is cut in the middle of a sequence": Fate(cut_soon, "closed the connection"),
+    "malformed": Fate(babble, "sent what is no message"),
+    "nonsense": Fate(say_nonsense, "ended operation 999999"),
+    "all links are cut": Fate(cut_all, "closed the connection", all=True),
+}
+
+
+EFFECTS: dict[str, Fate] = {
+    "a storage write raises": Fate(raise_at_storage("store"), "the driver is gone"),
+    "a storage question raises": Fate(raise_at_storage("ask"), "the driver is gone"),
+    "a storage read raises": Fate(raise_at_storage("read"), "the driver is gone"),
+    "a private copy raises": Fate(raise_at_private_copies, "the driver is gone"),
+}
+"""Accidents that show in one kind of work only, which not every random world has."""
+
+
+# Random worlds of groups: whole caches with one to eight workers, on the virtual clock, out of one seed each.
+#
+# The seed says how many ranks there are and how they share every page; which pools, stores and policies; what each
+# rank's device, store and link does wrong; what requests do and where they are cancelled; and which rank has an
+# accident. In every world must hold:
+#
+# * The core's books are right after every plan (``audit``).
+# * Every rank finds in its pages, when its stream reads them, its own part of what was computed for them.
+# * A request that was not cancelled is served, or fails with the true reason. After an accident all are told in time.
+# * Every page that the head calls stored is stored by every rank.
+# * At the end nothing is held and nothing in flight, no process and no task is left, and in a calm world what was
+#   published is found by the next group.
+
+
 ATTEMPTS = 30
+TRIES_OF_ROUGH_LOADS = 20  # where three of eight ranks fail half of their loads, thirty in a row may fail
 TIMEOUT = 3.0
 MAMBA = int(ComponentKind.MAMBA)
 SHAPES = (
@@ -495,7 +586,11 @@ class Request:
         """
         handle = self.cache.prefetch(self.prompt, namespace=self.space) if self.random.random() < 0.5 else None
         try:
-            for _ in range(ATTEMPTS):
+            for attempt in range(ATTEMPTS):
+                if attempt == TRIES_OF_ROUGH_LOADS:
+                    self.met["loads mended"] += 1
+                    for device in self.world.devices.values():
+                        device.mend_loads()
                 if await self._attempt(handle):
                     return
                 handle = None

@@ -1,5 +1,4 @@
-"""Calls of the head that concern all workers: to forget, to explain, to count, to tell events. An answer covers every
-rank, and says nothing that holds for one rank only."""
+"""Calls of the head that concern all workers, and messages of any length; what is told covers all."""
 
 from __future__ import annotations
 
@@ -8,17 +7,29 @@ from typing import Any
 
 import pytest
 
-from asynccache import Sidecar
+from asynccache import AsyncCache, BatchFailed, ConfigError, RankFailure, Sidecar
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import StoredPages
 from asynccache.core.tree import Node
-from asynccache.errors import BackendError
+from asynccache.errors import BackendError, Unavailable
 from asynccache.events.announcer import Announcer
 from asynccache.events.wire import Mirror
 from asynccache.metrics import CacheCollector
 from asynccache.storage import BreakerState, PageKey
 from asynccache.worker import Topology
-from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
+from asynccache.worker import group as group_module
+from asynccache.worker.group import WorkerGroup
+from asynccache.worker.local import BATCH_PAGES, LocalWorker
+from asynccache.worker.rank_server import ORDERS, PINNING
+from asynccache.worker.work import WriteOrder
+from tests.edge.odd_values import ODD
+from tests.group.group_kit import GUEST, GroupWorld, play, random_of, servers, settings, text
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop
+
+# Calls of the head that concern all workers: to forget, to explain, to count, to tell events. An answer covers every
+# rank, and says nothing that holds for one rank only.
+
 
 SHAPES = [Topology(tp=2), Topology(tp=2, pp=2)]
 
@@ -449,6 +460,383 @@ def test_what_follows_full_ends_on_all_ranks_where_the_first_of_them_lacks_a_pag
             assert (await handle).tokens == 12
             assert cache.statistics().host["full"].free == 40 - 3
             assert await world.serve(prompt, prefetch=handle) == 12
+        await world.aclose()
+
+    play(main)
+
+
+# Stores of a group: whatever is done to one is done on all workers or on none, and what is told covers all.
+
+
+def test_a_store_that_is_attached_beside_one_that_is_away_is_used() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
+        async with world.opened() as cache:
+            group: Any = cache._opened().worker
+            for server in servers(world):
+                breaker = server.local._stores[1].store.breaker
+                for _ in range(5):
+                    breaker.failure(breaker.allow(loop.time()), loop.time() + 1000, "read")
+            await asyncio.sleep(0.1)
+            assert group.shut
+            await cache.attach_storage(GUEST, name="guest")
+            await asyncio.sleep(0.1)
+            assert not group.shut
+            await world.serve(text(2))
+            await cache.flush()
+            await cache.detach_storage("guest")
+            await asyncio.sleep(0.1)
+            assert group.shut
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool) -> None:
+    """Pinning the host's memory for it keeps an interpreter from its signs of life."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
+        async with world.opened() as cache:
+            link = world.process(1).link
+            own = servers(world)[1].local
+            plain, seen = own.open_store, list[tuple[float, float]]()
+
+            async def open_store(*order: Any, **named: Any) -> Any:
+                await asyncio.sleep(0.1)
+                seen.append((link._patience, link.peer._patience))
+                if not well:
+                    raise Unavailable("locked")
+                return await plain(*order, **named)
+
+            own.open_store = open_store
+            if well:
+                await cache.attach_storage(GUEST)
+            else:
+                with pytest.raises(Unavailable, match="rank 1: locked"):
+                    await cache.attach_storage(GUEST)
+            await asyncio.sleep(0.1)
+            assert seen == [(max(PINNING, world.timeout),) * 2]
+            assert (link._patience, link.peer._patience) == (world.timeout, world.timeout)
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_open_nowhere() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(8, 16))
+        async with world.opened() as cache:
+            group: Any = cache._opened().worker
+            own = servers(world)[2].local
+            plain = own.open_store
+
+            async def open_store(*order: Any, **named: Any) -> Any:
+                await asyncio.sleep(0.1)
+                raise Unavailable("locked")
+
+            own.open_store = open_store
+            with pytest.raises(Unavailable, match="rank 2: locked"):
+                await cache.attach_storage(GUEST)
+            for at in range(0, 120, 8):
+                attaching = loop.create_task(cache.attach_storage(GUEST))
+                await asyncio.sleep(at / 1000)
+                attaching.cancel()
+                await asyncio.wait([attaching])
+                assert attaching.cancelled() or isinstance(attaching.exception(), Unavailable)
+                assert not cache._opened().worker.stores
+                assert not group._open_stores
+                assert not any(server.local._stores for server in servers(world))
+            own.open_store = plain
+            await cache.attach_storage(GUEST)
+            await asyncio.sleep(0.1)
+            assert [len(server.local.stores) for server in servers(world)] == [1, 1, 1]
+            await world.serve(text(2))
+            await cache.detach_storage(timeout=1.0)
+            assert not any(server.local._stores for server in servers(world))
+        await world.aclose()
+
+    play(main)
+
+
+# Messages of a group to its workers, however long and odd their content is.
+
+
+PAGES = 300
+
+
+@pytest.mark.parametrize("reason", ["bad file \udcff", "x" * (17 << 20)])
+def test_a_batch_fails_alone_whatever_the_reason_says(reason: str) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        async with world.cache as cache:
+            assert cache.worker is not None
+            number = cache.send_batch()
+            (await anext(cache.worker)).end()
+            (await anext(world.process(1).face)).fail(reason)
+            with pytest.raises(BatchFailed) as raised:
+                async with asyncio.timeout(60.0):
+                    await cache.batch_ended(number)
+            assert raised.value.reasons[1][:8] == reason[:8]
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("part", [1, 7, 297, 298, 299])
+def test_no_message_asks_about_or_deletes_more_pages_than_a_part_however_many_there_are(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In windows and in full: every page is asked about and answered, and every page goes."""
+    monkeypatch.setattr(group_module, "PART", part)
+
+    async def main(loop: SimulatedLoop) -> None:
+        config = settings(PAGES, 2 * PAGES, swa=PAGES, window=4 * 100, stored=True)
+        world = GroupWorld(loop, Topology(tp=2), config)
+        long = text(PAGES - 2)
+        async with world.opened() as cache:
+            await world.serve(long)
+            assert (await cache.flush()).storage == 0
+            most: list[int] = []
+            note(cache, most)
+            assert (await cache.explain(long)).storage == len(long)
+            await cache.invalidate()
+            assert (await cache.explain(long)).storage == 0
+            assert 0 < max(most) <= max(part, PAGES - 2 if part >= PAGES - 2 else 0)
+        async with world.opened() as cache:
+            assert await world.serve([*long, 1], prefetch=cache.prefetch([*long, 1])) == 0
+        await world.aclose()
+
+    play(main)
+
+
+def note(cache: AsyncCache, most: list[int]) -> None:
+    """Note how many pages each message is about that asks or deletes."""
+    group: Any = cache._opened().worker
+    plain = group._put
+
+    def put(message: Any) -> None:
+        if type(message) is ORDERS["ask"].message:
+            most.append(sum(len(question.hashes) // HASH_BYTES for question in message.asked))
+        elif type(message) is ORDERS["delete"].message:
+            most.append(len(message.hashes))
+        plain(message)
+
+    group._put = put
+
+
+def test_a_long_operation_that_is_given_up_is_written_no_further() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 400, stored=True))
+        async with world.opened() as cache:
+            group = cache._opened().worker
+            assert isinstance(group, WorkerGroup)
+            hashes = b"".join(page.to_bytes(32, "big") for page in range(3 * BATCH_PAGES))
+            slots = b"".join(page.to_bytes(4, "little") for page in range(3 * BATCH_PAGES))
+            order = WriteOrder(10**6, (StoredPages(0, hashes, slots),))
+            whole = await group.store([order])
+            assert (whole.failed, whole.full_pages) == (frozenset(), 3 * BATCH_PAGES)
+            storing = asyncio.create_task(group.store([order._replace(op=10**6 + 1)]))
+            while not group._calls:                    # noqa: ASYNC110  before the next turn
+                await asyncio.sleep(0)
+            group.give_up(10**6 + 1)
+            given_up = await storing
+            assert given_up.failed == {10**6 + 1}
+            assert given_up.full_pages <= BATCH_PAGES, "no more than what was under way"
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_head_that_cannot_say_something_ends_the_group_and_all_are_told() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        told: list[BaseException] = []
+        try:
+            async with world.cache as cache:
+                group = cache._opened().worker
+                assert isinstance(group, WorkerGroup)
+                waiting = asyncio.create_task(cache.batch_ended(cache.send_batch()))
+                group.tell(LocalWorker.is_away, bytes(129 << 20))
+                async with asyncio.timeout(60.0):
+                    told += filter(None, await asyncio.gather(waiting, return_exceptions=True))
+        except RankFailure as failure:
+            told.append(failure)
+        assert [str(one)[:48] for one in told] == ["rank 0: the head cannot send its is_away: it has"] * 2
+        await world.group.ended()
+        assert "the head cannot send its is_away" in str(world.process(1).failure)
+        await world.aclose()
+
+    play(main)
+
+
+# The head takes numbers of batches that were sent, in place of events. All else is refused by name.
+
+
+def test_an_event_or_a_number_that_was_not_sent_is_refused_by_name_and_the_lease_holds_what_it_held() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        async with world.opened() as cache:
+            async with cache.lease(text(2)) as lease:
+                gate = world.devices[0].gate()
+                for odd, why in ((gate, "is no number of a batch"), (7, "batch 7 was not sent"), (0, "is no number")):
+                    calls: list[Any] = [
+                        lambda odd=odd: lease.release(after=odd), lambda odd=odd: lease.advance(1, after=odd),
+                        lambda odd=odd: lease.truncate(8, after=odd), lambda odd=odd: lease.adopt(after=odd),
+                    ]  # fmt: skip
+                    for call in calls:
+                        with pytest.raises(ConfigError, match=why):
+                            call()
+                    with pytest.raises(ConfigError, match=f"commit: after: .*{why}"):
+                        await lease.commit(text(2), after=odd)
+                    with pytest.raises(ConfigError, match=why):
+                        await cache.batch_ended(odd)  # type: ignore[arg-type]
+                assert len(lease.pages) == 2
+                gate.open()
+                number = world.compute(lease, text(2))
+                lease.adopt(after=number)
+                lease.advance(8, after=number)
+                lease.truncate(8, after=number)
+                await lease.commit(text(2), after=number)
+                lease.release(after=number)
+            world.idle()
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_batch_takes_bytes_and_leases_that_are_held_and_nothing_else() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        async with world.opened() as cache:
+            with pytest.raises(ConfigError, match=r"payload: .* bytes are more than"):
+                cache.send_batch(bytes((8 << 20) + 1))
+            lease = cache.lease(text(2))
+            with pytest.raises(RuntimeError, match="the lease is new"):
+                cache.send_batch(b"", [lease])
+            for odd in ODD:
+                value = odd.make()
+                if not isinstance(value, bytes):
+                    with pytest.raises(ConfigError, match="payload"):
+                        cache.send_batch(value)
+                if odd.integer is None or odd.integer > 0:
+                    with pytest.raises(ConfigError, match="batch"):
+                        await cache.batch_ended(value)
+            assert cache.worker is not None
+            assert cache.worker._server.batches.last == 0, "nothing was sent"
+            await world.serve(text(2))
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_batch_that_an_engine_cannot_run_fails_alone_and_says_where_and_why() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        async with world.cache as cache:
+            own, other = cache.worker, world.process(1).face
+            assert own is not None
+            async with cache.lease(text(2)) as lease:
+                number = cache.send_batch(b"run", [lease])
+                (await anext(own)).end()
+                (await anext(other)).fail("out of memory")
+                with pytest.raises(BatchFailed, match="batch 1: rank 1: out of memory") as raised:
+                    await cache.batch_ended(number)
+                assert raised.value.reasons == {1: "out of memory"}
+                lease.release(after=number)
+            again = cache.send_batch()
+            for face in (own, other):
+                batch = await face.heard(again)
+                assert batch is not None
+                face.end_batch(again)
+                with pytest.raises(ConfigError, match="batch 2 was ended before"):
+                    batch.end()
+            await cache.batch_ended(again)
+            world.idle()
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_pages_are_given_to_nobody_before_their_batch_is_over_on_every_worker() -> None:
+    """A worker that lags, as a later pipeline stage does, must not find its pages in other hands."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(pp=2), settings(4))
+        world.begin()
+        async with world.cache as cache:
+            own, other = cache.worker, world.process(1).face
+            assert own is not None
+            async with cache.lease(text(4)) as lease:
+                number = cache.send_batch(b"", [lease])
+                lease.release(after=number)
+            gates = [world.devices[rank].gate() for rank in (0, 1)]
+            for face, gate in zip((own, other), gates, strict=True):
+                (await anext(face)).end(gate)
+            waiting = loop.create_task(world.cache.lease(text(4, seed=1)).__aenter__())
+            gates[0].open()
+            await asyncio.sleep(1.0)
+            assert not waiting.done(), "pages were given away while a worker may still read them"
+            gates[1].open()
+            (await waiting).release()
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_copy_waits_for_a_batch_that_has_no_event_yet_and_others_go_on() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        async with world.cache as cache:
+            own, other = cache.worker, world.process(1).face
+            assert own is not None
+            numbers = []
+            for seed in (0, 1):
+                async with cache.lease(text(2, seed=seed)) as lease:
+                    numbers.append(cache.send_batch(b"", [lease]))
+                    await lease.commit(text(2, seed=seed), after=numbers[-1])
+                    lease.release(after=numbers[-1])
+            own.end_batch(1)
+            own.end_batch(2)
+            for number in numbers:
+                await other.heard(number)
+            await asyncio.sleep(1.0)
+            server = world.process(1).server
+            operations = cache.statistics().core.operations
+            assert len(server._held) == sum(operations.values()) - operations["retire"] - operations["compute"]
+            other.end_batch(1)
+            await asyncio.sleep(1.0)
+            assert server._held, "the second backup waits for both"
+            other.end_batch(2)
+            await cache.flush()
+            assert not server._held
+            world.idle()
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_stores_are_urls_and_a_group_serves_one_cache() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        async with world.opened() as cache:
+            with pytest.raises(ConfigError, match="workers of other processes take URLs"):
+                await cache.attach_storage(SimulatedBackend(random_of(0)))
+            from asynccache import AsyncCache
+
+            with pytest.raises(ConfigError, match="a group serves one cache"):
+                await AsyncCache(world.config, workers=world.group.workers).__aenter__()
+        with pytest.raises(ConfigError, match="workers"):
+            AsyncCache(world.config, workers=3)  # type: ignore[arg-type]
         await world.aclose()
 
     play(main)

@@ -1,4 +1,4 @@
-"""A worker that is gone, silent, or cannot go on: who waits is told which and why, the head closes, the others end."""
+"""Workers that are gone, silent, lie or fail: who waits is told, and the group ends or loses that batch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ import asyncio
 import errno
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import pytest
 import torch
 
-from asynccache import ConfigError, RankFailure
+from asynccache import AsyncCache, BatchFailed, ConfigError, LoadFailed, RankFailure
+from asynccache.core.plan import StoredPages
 from asynccache.errors import BackendError, Unavailable
+from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.pools import check_room
 from asynccache.storage import Result
-from asynccache.worker import Topology
+from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker.local import LATE
-from tests.group.group_kit import GroupWorld, RankDevice, play, settings, text
-from tests.group.striking import EFFECTS, FATES, Fate
-from tests.simulated.device import SimulatedStream
+from asynccache.worker.messages import StoreCounters, StoreHealth
+from asynccache.worker.rank_server import ORDERS
+from asynccache.worker.work import StoredBatch, WriteOrder
+from tests.group.group_kit import GUEST, PAGE, GroupWorld, RankDevice, play, servers, settings, text
+from tests.group.random_worlds import EFFECTS, FATES, Fate
+from tests.runtime import runtime_kit
+from tests.simulated.device import SimulatedDevice, SimulatedStream
 from tests.simulated.loop import SimulatedLoop
+
+# A worker that is gone, silent, or cannot go on: who waits is told which and why, the head closes, the others end.
+
 
 VICTIM = 1
 TIMEOUT = 3.0
@@ -320,3 +330,259 @@ def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_longer_tha
         await world.aclose()
 
     play(main)
+
+
+# A worker that reports something impossible ends the group as soon as it reports it, and not only when the report is
+# used.
+
+
+Lie = Callable[[Any], Any]
+
+OPENED: dict[str, dict[str, Any]] = {
+    "layers that are fewer than none": {"layers": -1}, "a pool that nobody named": {"weights": {"nobody's": 4}},
+    "a page without bytes": {"weights": {"full": 0}}, "no digest": {"digest": b"short"},
+}  # fmt: skip
+WRITTEN = {
+    "an operation of another batch": StoredBatch(frozenset({8}), 1, 1, 64),
+    "fewer pages than none": StoredBatch(frozenset(), -1, 0, 64),
+}  # fmt: skip
+COUNTED: dict[str, tuple[Any, Any]] = {
+    "a breaker's state": ({"breaker": 99}, {}), "no number": ({}, {"sim": {"puts": float("nan")}}),
+}  # fmt: skip
+
+
+def told_by_name(tell: Callable[[GroupWorld], None], why: str) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
+        world.begin()
+        try:
+            tell(world)
+            async with world.cache as cache:
+                group: Any = cache._opened().worker
+                await group.store([WriteOrder(7, (StoredPages(0, bytes(32), bytes(4)),))])
+                await world.process(1).ended()
+                cache.statistics()
+        finally:
+            await world.group.ended()
+
+    with pytest.raises(RankFailure, match=f"rank 1.*{why}"):
+        play(main)
+
+
+def answers(world: GroupWorld, name: str, lie: Lie) -> None:
+    """Rank 1 answers a call with what ``lie`` makes of its answer."""
+    server: Any = world.process(1).server
+    plain = server._tell
+
+    def tell(message: Any) -> None:
+        if type(message) is ORDERS[name].answer:
+            message.value = lie(message.value)
+        plain(message)
+
+    server._tell = tell
+
+
+@pytest.mark.parametrize("lie", OPENED)
+def test_pools_that_cannot_be_end_the_opening(lie: str) -> None:
+    told_by_name(
+        lambda world: answers(world, "open", lambda said: said._replace(**OPENED[lie])), "opened other pools"
+    )
+
+
+@pytest.mark.parametrize("lie", WRITTEN)
+def test_pages_that_cannot_have_been_written_end_the_group(lie: str) -> None:
+    told_by_name(
+        lambda world: answers(world, "store", lambda said: WRITTEN[lie]), "wrote a batch of other operations"
+    )
+
+
+@pytest.mark.parametrize("lie", COUNTED)
+def test_counters_that_cannot_be_end_the_group(lie: str) -> None:
+    def tell(world: GroupWorld) -> None:
+        def lying(said: Any) -> Any:
+            world.process(1).server._tell(StoreCounters(*COUNTED[lie]))
+            return said
+
+        answers(world, "store", lying)
+
+    told_by_name(tell, "counted what nobody can")
+
+
+# An error in the handling of a message ends the group by the rank that had it; a device is used whatever its truth.
+
+
+def broken(*_: object, **__: object) -> None:
+    raise ValueError("no such thing")
+
+
+async def said_nothing(world: GroupWorld) -> None:
+    """The head cannot take what rank 1 says of its stores."""
+    async with world.cache:
+        world.run()
+        group: Any = world.cache._opened().worker
+        group._shut = None  # what it notes there, it cannot
+        world.process(1).server._tell(StoreHealth(True))
+        await asyncio.sleep(0.1)
+        assert group.failure is not None
+        assert group.failure.rank == 1
+        await world.serve(text(2))
+
+
+async def told_nothing(world: GroupWorld) -> None:
+    """Rank 1 cannot take what the head says of a store that is opened."""
+    async with world.cache as cache:
+        world.run()
+        world.process(1).server.be_patient = broken  # type: ignore[method-assign]
+        await cache.attach_storage(GUEST)
+
+
+@pytest.mark.parametrize("own", [0, None])
+@pytest.mark.parametrize(
+    ("work", "reason"), [(said_nothing, "sent what raised AttributeError here: 'NoneType'"),
+                         (told_nothing, "ValueError: no such thing")],
+)  # fmt: skip
+def test_an_error_while_a_message_is_taken_ends_the_group_by_the_rank_that_it_came_from_or_went_to(
+    work: Callable[[GroupWorld], Coroutine[Any, Any, None]], reason: str, own: int | None
+) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16), own=own)
+        world.begin()
+        with pytest.raises(RankFailure, match=f"rank 1: {reason}"):
+            await work(world)
+        await ended(world)
+
+    play(main)
+
+
+async def ended(world: GroupWorld) -> None:
+    await asyncio.wait([process.task for process in world.group.processes.values()])
+    await asyncio.wait(world.running.values())
+    await world.aclose()
+
+
+class Falsy(CpuDevice):
+    """A device without streams is False, as a container without items is."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    async def aclose(self) -> None:
+        """See ``CpuDevice``; noted."""
+        self.ended = True
+        await super().aclose()
+
+    ended = False
+
+
+async def test_a_device_whose_truth_is_false_is_used_and_not_closed() -> None:
+    device = Falsy()
+    async with AsyncCache(runtime_kit.settings(device=8, host=8), device=device) as cache:
+        assert device._streams
+        await runtime_kit.serve(cache, runtime_kit.text(2))
+    assert not device.ended
+    await device.aclose()
+
+
+# A batch that one rank could not run: what it was to compute leaves the cache of all ranks as soon as the head hears
+# of it, and its pages come back when all have let go.
+
+
+End = Callable[[EngineBatch, SimulatedDevice], object]
+
+
+def by_word(batch: EngineBatch, device: SimulatedDevice) -> None:
+    batch.fail("out of memory")
+
+
+def by_event(batch: EngineBatch, device: SimulatedDevice) -> None:
+    gate = device.gate()
+    batch.end(gate)
+    asyncio.get_running_loop().call_later(0.01, gate.fire, RuntimeError("out of memory"))
+
+
+def by_an_event_that_has_fired(batch: EngineBatch, device: SimulatedDevice) -> None:
+    gate = device.gate()
+    gate.fire(RuntimeError("out of memory"))
+    batch.end(gate)
+
+
+def faces(world: GroupWorld) -> list[RankWorker]:
+    found = [process.face for process in world.group.processes.values()]
+    return found if world.cache.worker is None else [world.cache.worker, *found]
+
+
+@pytest.mark.parametrize("own", [0, None])
+@pytest.mark.parametrize("end", [by_word, by_event, by_an_event_that_has_fired])
+def test_a_batch_that_fails_on_one_rank_leaves_at_once_and_its_pages_when_all_have_let_go(
+    end: End, own: int | None
+) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(4, 24, stored=True), own=own)
+        world.begin()
+        async with world.cache as cache:
+            lagging, failing = faces(world)
+            tokens = text(4)
+            async with cache.lease(tokens) as lease:
+                number = cache.send_batch(b"", [lease])
+                await lease.commit(tokens, after=number)
+                lease.release(after=number)
+            batch = await failing.heard(number)
+            assert batch is not None
+            assert (await cache.match([*tokens, 7])).device == 4 * PAGE
+            end(batch, world.devices[failing.rank])
+            await asyncio.sleep(0.5)
+            assert (await cache.match([*tokens, 7])).host == 0
+            with pytest.raises(TimeoutError):
+                async with cache.lease(text(4, seed=2), timeout=1.0):
+                    pass
+            await lagging.heard(number)
+            lagging.end_batch(number)
+            with pytest.raises(BatchFailed, match=f"rank {failing.rank}.*out of memory"):
+                await cache.batch_ended(number)
+            async with cache.lease(text(4, seed=2), timeout=5.0) as other:
+                assert other.pages.size == 4
+            await cache.flush()
+            assert all(not backend.pages for backend in world.backends.values())
+            world.idle()
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_whoever_has_heard_of_the_failure_finds_nothing_and_holders_learn_of_it() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 24, stored=True))
+        world.begin()
+        async with world.cache as cache:
+            tokens = text(2)
+            async with cache.lease(tokens) as lease:
+                number = cache.send_batch(b"", [lease])
+                await lease.commit(tokens, after=number)
+                lease.release(after=number)
+            async with cache.lease(text(2, extra=1)) as holder:
+                assert holder.cached == 2 * PAGE
+                for server in servers(world):
+                    batch = await faces(world)[server.rank].heard(number)
+                    assert batch is not None
+                    batch.fail("no") if server.rank else batch.end()
+                with pytest.raises(BatchFailed):
+                    await cache.batch_ended(number)
+                async with cache.lease(text(2, extra=1)) as other:
+                    assert other.cached == 0
+                with pytest.raises(LoadFailed):
+                    await holder.loaded()
+                with pytest.raises(LoadFailed):
+                    await lease_again(world, number)
+            await cache.flush()
+            world.idle()
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+async def lease_again(world: GroupWorld, number: int) -> None:
+    """Commit with a batch that is known to have failed."""
+    async with world.cache.lease(text(2, seed=3)) as lease:
+        await lease.commit(text(2, seed=3), after=number)

@@ -11,8 +11,7 @@ from collections import Counter
 
 import pytest
 
-from tests.group.random_worlds import Report, play
-from tests.group.striking import FATES
+from tests.group.random_worlds import FATES, Report, play
 
 pytestmark = pytest.mark.slow(15)
 

@@ -364,6 +364,6 @@ async def test_a_store_that_takes_nothing_has_no_more_pages_waiting_than_the_mem
         for at in range(0, 600, 20):
             await put_all(backend, keys_of(600)[at : at + 20])
         store = store_of(server)
-        assert len(store.waiting) <= server.table.layout.slots == 128
+        assert len(store.waiting) <= server.table.layout.slots == 64
         assert store.counts["dropped"] + len(store.waiting) + store.writing + store.counts["evicted"] > 300
         await backend.aclose()

@@ -8,7 +8,10 @@ import mmap
 import os
 import socket
 import struct
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -187,6 +190,68 @@ async def test_too_many_connections_are_refused_and_served_when_others_have_gone
         await late.aclose()
 
 
+ASKS = """
+import asyncio, sys
+from asynccache.testing.backend_suite import keys_of
+from tests.host.host_kit import client
+
+async def main():
+    print(await (await client(sys.argv[1])).exists(keys_of(1)))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+async def test_one_process_has_no_more_connections_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_OF_ONE", 3)
+    path = socket_path()
+    async with serving(path) as server:
+        some = [await client(path) for _ in range(3)]
+        late = await client(path)
+        await asyncio.sleep(0.06)
+        with pytest.raises(Unavailable, match=f"3 connections are of process {os.getpid()} already"):
+            await late.exists(keys_of(1))
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", ASKS, path, stdout=subprocess.PIPE)
+        assert (await other.communicate())[0] == b"[<Result.MISS: 0>]\n", "another process has a share of its own"
+        await some.pop().aclose()
+        await until(lambda: len(server._clients) == 2)
+        await asyncio.sleep(0.06)
+        await put_all(late, keys_of(3))
+        for one in (*some, late):
+            await one.aclose()
+
+
+async def reserve(sock: socket.socket, key: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(sock, HELLO + wire.frame(wire.Reserve(1, [key], ["full"], [4096])))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.asyncio
+async def test_where_nothing_tells_processes_apart_no_connection_frees_what_another_has_reserved(
+    monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """Before Linux 6.9 all pidfds have one inode, and a process of another container no number, as here."""
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([0] * 10))
+    if not seen:
+        monkeypatch.setattr(Path, "read_text", lambda self: "Pid:\t0\n")
+    monkeypatch.setattr(server_module, "MOST_OF_ONE", 3)
+    path = socket_path()
+    async with serving(path) as server:
+        with connected(path) as one, connected(path) as two:
+            await reserve(one, KEYS[0])
+            await reserve(two, KEYS[1])
+            await until(lambda: server.table.reserved_bytes == 2 * 4096)
+            assert len(server._peers) == (1 if seen else 2)
+            await asyncio.get_running_loop().sock_sendall(two, wire.frame(wire.Bye()))
+            await until(lambda: server.table.reserved_bytes == 4096)
+            with connected(path), connected(path), connected(path) as late:
+                assert await is_closed(late)
+        names = [peer.writer.name for peer in server._peers]
+        assert len([name for name in names if str(os.getpid()) in name]) == len(names)
+
+
 @pytest.mark.asyncio
 async def test_a_scribbler_over_all_of_the_memory_costs_hits_and_never_gives_a_wrong_byte() -> None:
     path, keys = socket_path(), keys_of(40)
@@ -221,7 +286,7 @@ async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answ
 ) -> None:
     monkeypatch.setattr(server_module, "MOST_UNREAD", 1 << 16)
     path, count = socket_path(), 1000
-    async with serving(path) as server:
+    async with serving(path, memory=32 << 20) as server:
         backend = await client(path)
         await put_all(backend, keys_of(500))
         loop, frames, answers = asyncio.get_running_loop(), wire.Frames(1 << 20), 0
@@ -243,7 +308,7 @@ async def test_a_client_that_dies_before_its_connection_begins_is_forgotten(capl
     async with serving(path) as server:
         with connected(path):
             server._accept()
-            [peer] = server._peers.values()
+            [peer] = server._peers
             server._died(peer)
             await until(lambda: not server._clients)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from asynccache_backends.host import HostBackend
 
-from asynccache.errors import BackendError, ConfigError
+from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.metrics import serve_metrics
-from asynccache.storage import PageKey, Result, open_store, parse_url
+from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
 from tests.host.host_kit import client, serving, socket_path
 from tests.stores.server import free_port
@@ -37,6 +37,32 @@ async def test_without_a_server_a_store_opens_and_its_calls_fail_at_once() -> No
     assert sorted(took)[150] < 0.001
     assert "no host process answers" in str(store.last_error)
     await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_flush_without_a_server_says_only_what_it_cannot_promise() -> None:
+    path, keys = socket_path(), keys_of(3)
+    backend = await client(path)
+    began = time.perf_counter()
+    await backend.flush()  # nothing was stored: an engine that has never met a server ends like any other
+    assert time.perf_counter() - began < 0.05
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        await put_all(backend, keys)
+        await backend.flush()
+    await backend.flush()
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        await put_all(backend, keys)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await backend.flush()
+    async with serving(path):
+        await asyncio.sleep(0.06)
+        await backend.flush()
+    await backend.aclose()
+    with pytest.raises(BackendError, match="closed"):
+        await backend.flush()
 
 
 @pytest.mark.asyncio
@@ -87,7 +113,7 @@ async def test_a_page_that_is_evicted_while_it_is_copied_is_a_miss(monkeypatch: 
         places = type(backend._connection.channel.mapping).places  # type: ignore[union-attr]
 
         def slow(self: Any, offsets: Any, sizes: Any) -> Any:
-            server.table.drop(server.table.index[keys[2].key])
+            server.table.drop(keys[2].key)
             return places(self, offsets, sizes)
 
         monkeypatch.setattr(type(backend._connection.channel.mapping), "places", slow)  # type: ignore[union-attr]
@@ -334,6 +360,22 @@ async def test_closing_fails_the_calls_under_way_and_frees_what_they_had(monkeyp
 def test_urls_that_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         HostBackend.check(parse_url(url), LAYOUT)
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_too_large_for_the_memory_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    path = socket_path()
+    async with serving(path, memory=1 << 20):
+        store = await open_store(f"host:{path}", StoreLayout({"full": 1 << 18, "other": 4096}, RECORD_SCHEMA))
+        assert store is not None
+        large, small = PageKey("full", bytes(32)), PageKey("other", bytes([1] * 32))
+        for _ in range(2):
+            answers = await store.put([large, small], [memoryview(bytearray(1 << 18)), memoryview(bytearray(4096))])
+            assert answers == [FAILED, HIT], "the other one is not held back"
+        [told] = caplog.messages
+        assert f"host:{path} stores no page of 262144 bytes: it takes 126976 at most, an eighth of its" in told
+        assert store.backend.stats()["no_room"] == 2
+        await store.aclose()
 
 
 @pytest.mark.asyncio

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+import tracemalloc
 from array import array
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asynccache.errors import ConfigError
 from asynccache.host.memory import UNIT, Extents, HostMemory, layout_of, units_of
-from asynccache.host.pages import HostPage, KeptPage, PageTable, Writer
+from asynccache.host.pages import KEPT_SHARE, LONGEST_KEPT, PageTable, Writer
 
 SIZES = (1, 1000, UNIT, 3 * UNIT + 1, 16 * UNIT)
 
@@ -31,16 +35,27 @@ def table_of(size: int = 1 << 20, **more: Any) -> PageTable:
     return table
 
 
-def stored(table: PageTable, writer: Writer, number: int, size: int = UNIT, label: str = "") -> HostPage:
-    page = table.reserve(writer, name_of(number), "full", size, table.label(label))
-    assert page is not None
-    assert table.publish(writer, page.slot, 1.0) is page
-    return page
+def stored(table: PageTable, writer: Writer, number: int, size: int = UNIT, label: str = "") -> int:
+    slot = table.reserve(writer, name_of(number), "full", size, table.label(label))
+    assert slot is not None
+    assert table.publish(writer, slot, 1.0) == slot
+    return slot
+
+
+def longest_gap(table: PageTable, spared: Collection[int] = ()) -> int:
+    """The units in the longest row in which all may go but what is ``spared``."""
+    fixed, longest, run = set[int](), 0, 0
+    for slot in (*table._fixed, *spared):
+        fixed.update(range(table.starts[slot], table.starts[slot] + units_of(table.lengths[slot])))
+    for unit in range(table.usable):
+        run = 0 if unit in fixed else run + 1
+        longest = max(longest, run)
+    return longest
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
 def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[bool, int]]) -> None:
-    extents, taken, free = Extents(), list[tuple[int, int]](), [True] * 200
+    extents, taken, free = Extents(200), list[tuple[int, int]](), [True] * 200
     extents.give(0, 200)
     for takes, units in steps:
         if takes:
@@ -51,7 +66,7 @@ def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[
                 elif at:
                     runs.append(at)
                     at = 0
-            start = extents.take(units)
+            start = extents.take(units, 7)
             fitting = [run for run in runs if run >= units]
             assert (start is None) == (not fitting)
             if start is not None:
@@ -69,8 +84,8 @@ def test_extents_are_taken_once_and_the_smallest_that_fits_is(steps: list[tuple[
             extents.give(start, units)
             free[start : start + units] = [True] * units
         assert extents.free == sum(free)
-    again = Extents()
-    again.give_all_but(taken, 200)
+    again = Extents(200)
+    again.give_all_but([(start, units, 7) for start, units in taken], 200)
     assert (again.free, again.largest) == (extents.free, extents.largest)
 
 
@@ -81,22 +96,37 @@ class TableMachine(RuleBasedStateMachine):
     def begin(self, limited: bool) -> None:
         self.table = table_of(quota=400 << 10, limits={"small": 100 << 10} if limited else None)
         self.writers = [Writer(str(number)) for number in range(3)]
-        self.held: list[list[HostPage]] = [[], [], []]
-        self.pinned: list[HostPage] = []
+        self.held: list[list[int]] = [[], [], []]
+        self.store = Writer("store")
+        self.pinned: list[int] = []
         self.seen: dict[tuple[int, int], bytes] = {}
 
     @rule(who=st.integers(0, 2), key=st.integers(0, 19), size=st.sampled_from(SIZES), small=st.booleans())
     def reserve(self, who: int, key: int, size: int, small: bool) -> None:
         table, writer, before = self.table, self.writers[who], dict(self.table.index)
-        page = table.reserve(writer, name_of(key), "full", size, table.label("small" if small else ""))
-        if page is None:
+        sizes = {name: table.lengths[at] for name, at in before.items()}
+        fixed, gap, label = set(table._fixed), longest_gap(table), table.label("small" if small else "")
+        kept = {slot for slot, until in table.kept.items() if until > table.now}
+        spared = longest_gap(table, kept)
+        allowed = writer.bytes + units_of(size) * UNIT <= table.quota and units_of(size) <= gap
+        allowed = allowed and table.reserved_bytes + units_of(size) * UNIT <= table.usable * UNIT // 2
+        allowed = allowed and size <= table.longest
+        slot = table.reserve(writer, name_of(key), "full", size, label)
+        gone = {name: before[name] for name in before if name not in table.index}
+        assert not fixed & set(gone.values())
+        if slot is None:
+            assert label.limit is not None or not gone, "pages go only for one that finds room"
+            assert label.limit is not None or not allowed, "there is a place, and nobody who may not go is in it"
             return
+        assert allowed
         assert writer.bytes <= table.quota
-        assert page.units == units_of(size)
-        assert table.layout.payloads_at <= page.offset <= page.offset + size <= table.layout.size
-        self.held[who].append(page)
-        gone = [one for name, one in before.items() if name not in table.index]
-        assert not any(one.pins for one in gone)
+        assert table.lengths[slot] == size
+        assert table.layout.payloads_at <= table.offsets([slot])[0] <= table.layout.size - size
+        self.held[who].append(slot)
+        if label.limit is None and units_of(size) <= spared:
+            assert not kept & set(gone.values()), "there is a place beside what is kept"
+        if label.limit is None and gone:  # those that have gone were there, or next to it
+            assert sum(units_of(sizes[name]) for name in gone) < units_of(size) + units_of(SIZES[-1])
         label = table.label("small")
         assert label.limit is None or label.bytes <= label.limit
 
@@ -106,19 +136,18 @@ class TableMachine(RuleBasedStateMachine):
         if not held:
             assert self.table.publish(self.writers[who], which, 1.0) is None
             return
-        page = held[which % len(held)]
+        slot = held[which % len(held)]
         if foreign:
-            assert self.table.publish(self.writers[who - 1], page.slot, 1.0) is None
+            assert self.table.publish(self.writers[who - 1], slot, 1.0) is None
             return
-        held.remove(page)
-        other = self.table.index.get(page.key)
-        assert self.table.publish(self.writers[who], page.slot, 1.0) is (other or page)
-        assert self.table.publish(self.writers[who], page.slot, 1.0) is None
+        held.remove(slot)
+        assert self.table.publish(self.writers[who], slot, 1.0) == self.table.index.get(self.table.key(slot), slot)
+        assert self.table.publish(self.writers[who], slot, 1.0) is None
 
     @rule(who=st.integers(0, 2), slots=st.lists(st.integers(0, 127), max_size=3))
     def give_back(self, who: int, slots: list[int]) -> None:
         self.table.give_back(self.writers[who], slots)
-        self.held[who] = [page for page in self.held[who] if page.slot not in slots]
+        self.held[who] = [slot for slot in self.held[who] if slot not in slots]
 
     @rule(who=st.integers(0, 2))
     def die(self, who: int) -> None:
@@ -133,20 +162,51 @@ class TableMachine(RuleBasedStateMachine):
         there = [name for name in names if name in self.table.index]
         assert list(self.table.index)[len(self.table.index) - len(there) :] == there[::-1]
 
+    @rule(keys=st.lists(st.integers(0, 19), max_size=4, unique=True))
+    def ended(self, keys: list[int]) -> None:
+        names, before = [name_of(key) for key in keys], list(self.table.index)
+        assert self.table.ended(names) == [name in self.table.index for name in names]
+        first = [name for name in names[::-1] if self.table.index.get(name, -1) not in {-1, *self.table.kept}]
+        assert list(self.table.index) == first + [name for name in before if name not in first]
+
+    @rule(keys=st.lists(st.integers(0, 19), max_size=6), seconds=st.sampled_from([0.0, 1.0, 30.0, 1e300, math.nan]))
+    def keep(self, keys: list[int], seconds: float) -> None:
+        table, names = self.table, [name_of(key) for key in keys]
+        before = list(table.index)
+        was = {name: table.kept.get(slot, 0.0) for name, slot in table.index.items()}
+        for name, done in zip(names, table.keep(names, seconds), strict=True):
+            slot = table.index.get(name)
+            until = table.now + min(seconds, LONGEST_KEPT)
+            if seconds > 0 and slot is not None and was[name] <= table.now:
+                size = units_of(table.lengths[slot]) * UNIT
+                assert done or table.kept_bytes + size > table.usable * UNIT // KEPT_SHARE
+            assert not done or (slot is not None and table.kept[slot] >= until)
+        assert set(table.index) == set(before)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, LONGEST_KEPT]))
+    def wait(self, seconds: float) -> None:
+        self.table.now += seconds
+
     @rule(key=st.integers(0, 19), pin=st.booleans())
     def drop(self, key: int, pin: bool) -> None:
-        page = self.table.index.get(name_of(key))
-        if page is not None:
-            if pin:
-                page.pins += 1
-                self.pinned.append(page)
-            self.table.drop(page)
-            assert name_of(key) not in self.table.index
+        slot = self.table.index.get(name_of(key))
+        if slot is not None and pin:
+            self.table.pin(self.store, slot)
+            self.pinned.append(slot)
+        self.table.drop(name_of(key))
+        assert name_of(key) not in self.table.index
+
+    @rule(key=st.integers(0, 19))
+    def pin(self, key: int) -> None:
+        slot = self.table.index.get(name_of(key))
+        if slot is not None:
+            self.table.pin(self.store, slot)
+            self.pinned.append(slot)
 
     @rule()
     def unpin(self) -> None:
         if self.pinned:
-            self.table.unpin(self.pinned.pop())
+            self.table.unpin(self.store, self.pinned.pop())
 
     @rule()
     def clear(self) -> None:
@@ -155,29 +215,33 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def next_server(self) -> None:
-        if self.pinned:
-            return  # stores are closed before another server takes over
-        old = self.table
+        old, books = self.table, [self.table.held_by(writer) for writer in (*self.writers, self.store)]
         new = PageTable(old.layout, old._shared, quota=old.quota,
-                        limits={name: label.limit for name, label in old.labels.items() if label.limit})
-        writers = [Writer(str(number)) for number in range(3)]
-        owed = [(writers[who], KeptPage(p.key, p.pool, p.length, p.slot, p.start, p.label.name, 0.0))
-                for who, held in enumerate(self.held) for p in held]
-        new.restore(old.usable, list(old._generations), list(old.kept()), owed)
-        assert list(new.index) == list(old.index)
-        self.table, self.writers = new, writers
-        self.held = [list(writer.reserved.values()) for writer in writers]
+                        limits={name: label.limit for name, label in old.known_labels.items() if label.limit})
+        hands = [Writer(str(number)) for number in range(4)]
+        new.restore(old.books(), [(hand, *kept) for hand, kept in zip(hands, books, strict=True)])
+        assert list(new.index.items()) == list(old.index.items())
+        for slot in [*self.pinned, *old.index.values(), *(slot for held in self.held for slot in held)]:
+            assert (new.keys[slot], new.starts[slot], new.lengths[slot], new.labels[slot].name) == (
+                old.keys[slot], old.starts[slot], old.lengths[slot], old.labels[slot].name)
+        new.now = 7.0
+        for key, seconds in old.kept_for():
+            assert new.keep([key], seconds) == [seconds > 0]
+        new.audit()
+        self.table, self.writers, self.store, self.pinned = new, hands[:3], Writer("store"), []
+        self.held = [list(writer.reserved) for writer in self.writers]
+        new.end(hands[3])  # the process whose store hangs is dead at last
 
     @invariant()
     def books_are_right(self) -> None:
         if not hasattr(self, "table"):
             return
         self.table.audit()
-        held = [page for each in self.held for page in each]
-        assert self.table.reserved_bytes == sum(page.units * UNIT for page in held)
-        for page in [*held, *self.table.index.values()]:
-            assert self.table._shared[page.slot] == page.generation
-            assert self.seen.setdefault((page.slot, page.generation), page.key) == page.key
+        held, table = [slot for each in self.held for slot in each], self.table
+        assert table.reserved_bytes == sum(units_of(table.lengths[slot]) * UNIT for slot in held)
+        for slot in [*held, *table.index.values()]:
+            assert table._shared[slot] == table.generations[slot]
+            assert self.seen.setdefault((slot, table.generations[slot]), table.key(slot)) == table.key(slot)
 
 
 TestTable = TableMachine.TestCase
@@ -197,6 +261,62 @@ def test_of_a_prefix_the_deepest_page_goes_first() -> None:
     assert [name in table.index for name in names] == [True, True, False]
 
 
+def test_of_a_conversation_that_has_ended_the_deepest_page_goes_first_of_all() -> None:
+    table, writer = table_of(), Writer("w")
+    size = table.longest
+    count = table.layout.units * UNIT // size
+    for number in range(count):
+        stored(table, writer, number, size)
+    names = [name_of(number) for number in range(count)]
+    assert table.ended(names[-2:]) == [True, True]
+    stored(table, writer, 50, size)
+    assert [name for name in names if name not in table.index] == [names[-1]]
+    stored(table, writer, 51, size)
+    assert [name for name in names if name not in table.index] == names[-2:]
+
+
+def test_a_page_that_is_kept_outlives_newer_ones_until_its_time_has_come_and_goes_at_once_then() -> None:
+    table, writer = table_of(), Writer("w")
+    size = table.longest
+    count = table.layout.units * UNIT // size
+    for number in range(count):
+        stored(table, writer, number, size)
+    assert table.keep([name_of(0)], 10.0) == [True]
+    for number in range(50, 50 + 3 * count):
+        stored(table, writer, number, size)
+        assert name_of(0) in table.index
+    table.now = 10.0
+    stored(table, writer, 200, size)
+    assert name_of(0) not in table.index
+
+
+@pytest.mark.parametrize("size", [UNIT, 3 * UNIT + 1])
+def test_nobody_keeps_more_than_a_share_of_the_memory_however_often_he_asks(size: int) -> None:
+    table, writer = table_of(), Writer("w")
+    most = table.usable * UNIT // KEPT_SHARE
+    for number in range(100):
+        stored(table, writer, number, size)
+        for _ in range(50):
+            table.keep([name_of(n) for n in range(100)], 1e9 + number)
+            table.now += 0.01
+    assert most - units_of(size) * UNIT < table.kept_bytes <= most
+    assert len(table._until) < 10_000, "times of before are forgotten"
+    table.now += LONGEST_KEPT
+    table.keep([], 1.0)
+    assert table.kept_bytes == 0
+
+
+def test_kept_pages_all_over_the_memory_do_not_keep_out_a_long_page() -> None:
+    table, writer = table_of(), Writer("w")
+    for number in range(200):
+        stored(table, writer, number)
+    table.keep([name_of(number) for number in range(0, 200, 4)], 60.0)
+    before = len(table.index)
+    stored(table, writer, 201, table.longest)
+    assert before - len(table.index) < before / 2 + 1, "it costs no more than some times its room"
+    table.audit()
+
+
 def test_a_label_at_its_limit_gives_up_its_own_oldest() -> None:
     table, writer = table_of(limits={"a": 3 * UNIT}), Writer("w")
     for number in range(5):
@@ -207,12 +327,12 @@ def test_a_label_at_its_limit_gives_up_its_own_oldest() -> None:
 
 
 def test_no_process_has_more_than_its_quota_and_all_no_more_than_half() -> None:
-    table = table_of(quota=10 * UNIT)
+    table = table_of(quota=40 * UNIT)
     writers, label = [Writer(str(n)) for n in range(40)], table.label("")
-    taken = [sum(table.reserve(writer, name_of(n), "full", UNIT, label) is not None for n in range(20))
+    taken = [sum(table.reserve(writer, name_of(n), "full", 4 * UNIT, label) is not None for n in range(20))
              for writer in writers]  # fmt: skip
     assert max(taken) == 10
-    assert sum(taken) == table.layout.units // 2
+    assert sum(taken) == table.layout.units // 2 // 4
     table.audit()
 
 
@@ -222,6 +342,24 @@ def test_a_page_of_an_absurd_size_finds_no_room_and_evicts_nothing(size: int) ->
     stored(table, writer, 1)
     assert table.reserve(writer, name_of(2), "full", size, table.label("")) is None
     assert len(table.index) == 1
+
+
+def test_where_reservations_scatter_the_memory_no_page_goes_for_one_that_finds_no_place() -> None:
+    table = table_of(quota=1 << 30)
+    held, writer, label = Writer("held"), Writer("w"), table.label("")
+    for number in range(table.layout.units // 4):
+        slot = table.reserve(held, name_of(number), "full", 4 * UNIT, label)
+        assert slot is not None
+        if number % 8:
+            table.publish(held, slot, 1.0)
+    index = list(table.index)
+    assert len(index) > 50
+    assert table.reserve(writer, name_of(251), "full", 29 * UNIT, label) is None
+    assert list(table.index) == index
+    assert table.reserve(writer, name_of(252), "full", 28 * UNIT, label) is not None
+    assert len(table.index) == len(index) - 7
+    assert table.reserve(writer, name_of(253), "full", 28 * UNIT, label) is not None, "other places are looked for"
+    table.audit()
 
 
 def test_too_little_memory_is_a_sentence() -> None:
@@ -251,13 +389,13 @@ def test_huge_pages_that_nobody_reserved_are_a_sentence_and_those_that_are_there
 def test_pages_of_a_label_that_are_being_written_count_for_its_limit() -> None:
     table, writer = table_of(limits={"a": 4 * UNIT}), Writer("one")
     label = table.label("a")
-    old = stored(table, writer, 0, label="a")
-    pages = [table.reserve(writer, name_of(n), "full", UNIT, label) for n in range(1, 9)]
-    granted = [page for page in pages if page is not None]
+    stored(table, writer, 0, label="a")
+    slots = [table.reserve(writer, name_of(n), "full", UNIT, label) for n in range(1, 9)]
+    granted = [slot for slot in slots if slot is not None]
     assert len(granted) == 4
-    assert not old.stored
-    for page in granted:
-        table.publish(writer, page.slot, 1.0)
+    assert name_of(0) not in table.index
+    for slot in granted:
+        table.publish(writer, slot, 1.0)
     assert (label.bytes, label.reserved) == (4 * UNIT, 0)
     assert table.reserve(writer, name_of(9), "full", 5 * UNIT, label) is None
     assert label.pages == 4, "nothing goes for a page that is longer than the limit"
@@ -268,11 +406,32 @@ def test_pages_are_listed_in_steps_that_keep_nobody_waiting(monkeypatch: pytest.
     monkeypatch.setattr("asynccache.host.pages.MOST_SCANNED", 4)
     table, writer, slot, found = table_of(), Writer("one"), 0, list[bytes]()
     for number in range(20):
-        page = stored(table, writer, number)
+        stored(table, writer, number)
         if number % 7:
-            table.drop(page)
+            table.drop(name_of(number))
     while slot >= 0:
-        pages, slot = table.listed(slot, 3)
-        found += [page.key for page in pages]
+        keys, slot = table.listed(slot, 3)
+        found += keys
     assert sorted(found) == sorted(table.index)
     assert table.listed(1 << 61, 3) == ([], -1)
+
+
+def test_the_index_takes_no_more_than_what_the_layout_counts_for_it() -> None:
+    count, size = 20_000, 16 << 10
+    layout = layout_of(count * size)
+    shared = array("Q", bytes(8 * layout.slots))
+    keys = [name_of(n % 256)[:28] + n.to_bytes(4, "big") for n in range(count)]
+    names = sum(map(sys.getsizeof, keys))
+    tracemalloc.start()
+    try:
+        table, writer = PageTable(layout, shared, quota=1 << 40), Writer("w")
+        table.grow(layout.units)
+        for key in keys:
+            slot = table.reserve(writer, key, "full", size, table.label(""))
+            assert slot is not None
+            table.publish(writer, slot, 1.0)
+        taken = tracemalloc.get_traced_memory()[0] + names
+    finally:
+        tracemalloc.stop()
+    assert len(table.index) > 0.95 * count
+    assert layout.size + taken <= count * size

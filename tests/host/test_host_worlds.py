@@ -15,6 +15,7 @@ from asynccache.host import wire
 from asynccache.host.memory import HostMemory
 from asynccache.host.pages import PageTable, Writer
 from asynccache.host.session import FAILED, HIT, MISS, HostSession
+from asynccache.storage import Hint
 
 SIZES = (1000, 4096, 16384, 50_000)
 KEYS = 24
@@ -49,7 +50,13 @@ class WorldClient:
         while True:
             numbers = random.sample(range(KEYS), random.randrange(1, 5))
             keys, sizes = [name_of(n) for n in numbers], [size_of(n) for n in numbers]
-            if random.random() < 0.5:
+            if random.random() < 0.2:
+                verb = random.choice([*(hint.value for hint in Hint), "DEMOTE"])
+                seconds = random.choice([0.0, 9e9])
+                told = self.session.handle(wire.Hint(1, verb, keys, ["p"] * len(keys), sizes, seconds))
+                assert isinstance(told, wire.Verdicts)
+                world.met[f"{verb} {told.codes.count(HIT) > 0}"] += 1
+            elif random.random() < 0.5:
                 places = self.session.handle(wire.Reserve(1, keys, ["p"] * len(keys), sizes))
                 assert isinstance(places, wire.Places)
                 new = [n for n, code in zip(numbers, places.codes, strict=True) if code == MISS]
@@ -123,6 +130,7 @@ class World:
         theirs = [slot for slot in slots if slot not in self.clients[at].writer.reserved]
         keys, now = [name_of(random.randrange(KEYS)) for _ in range(3)], [self.memory.generations[at] for at in theirs]
         for lie in (wire.GiveBack(theirs, now), wire.Publish(1, theirs, now),
+                    wire.Hint(5, "KEEP", keys, [], [], float("nan")), wire.Hint(6, "PREFETCH", keys, [], [1], 0.0),
                     wire.Damaged(2, keys, [random.randrange(9)] * 3), wire.Remove(3, keys[:1], []),
                     wire.Reserve(4, keys, ["p"] * 3, [0, 1 << 50, 1 << 61])):  # fmt: skip
             session.handle(lie)
@@ -131,12 +139,11 @@ class World:
         """Another server takes over. Clients that were writing go on over a new session."""
         self.met["takeovers"] += 1
         old = self.table
-        generations = memoryview(old.generations()).cast("Q").tolist()
         self.table = PageTable(old.layout, self.memory.generations, quota=old.quota)
-        owed = [(client.writer, page) for client in self.clients for page in old.reserved_by(client.writer)]
+        held = [(client.writer, *old.held_by(client.writer)) for client in self.clients]
         for client in self.clients:
-            client.writer.reserved, client.writer.bytes = {}, 0
-        self.table.restore(old.usable, generations, list(old.kept()), owed)
+            client.writer.reserved, client.writer.bytes = set(), 0
+        self.table.restore(old.books(), held)
         for client in self.clients:
             client.session = self.session_of(client.writer)
 
@@ -174,3 +181,5 @@ def test_the_worlds_meet_all_that_there_is() -> None:
         met["evicted"] += world.table.counts["evicted"]
     assert min(met[what] for what in ("hits", "overtaken", "deaths", "takeovers", "evicted")) > 0
     assert all(seen[code] for code in (HIT, MISS, FAILED))
+    assert min(met[f"{verb} True"] for verb in ("KEEP", "ENDED", "PREFETCH")) > 0
+    assert met["DEMOTE False"] > met["DEMOTE True"] == 0

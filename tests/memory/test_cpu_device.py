@@ -152,7 +152,6 @@ def test_two_loops_in_two_threads_wait_for_one_event() -> None:
     asyncio.run(device.aclose())
 
 
-@pytest.mark.asyncio
 async def test_an_engine_in_another_thread_may_submit_and_record() -> None:
     mover = Mover(CpuDevice(), [pool()])
     fill_device(mover)
@@ -163,7 +162,6 @@ async def test_an_engine_in_another_thread_may_submit_and_record() -> None:
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_aclose_ends_the_threads() -> None:
     device = CpuDevice()
     streams = [device.stream(f"gone-{i}") for i in range(3)]
@@ -173,7 +171,6 @@ async def test_aclose_ends_the_threads() -> None:
     assert not names & {t.name for t in threading.enumerate()}
 
 
-@pytest.mark.asyncio
 async def test_an_event_fires_even_if_its_stream_is_released_by_another_thread_while_it_is_recorded() -> None:
     device = CpuDevice()
     stream = device.stream("released")
@@ -201,7 +198,6 @@ async def test_an_event_fires_even_if_its_stream_is_released_by_another_thread_w
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_idle_stream_holds_no_buffers() -> None:
     device = CpuDevice()
     stream = device.stream("s")
@@ -219,7 +215,6 @@ async def test_an_idle_stream_holds_no_buffers() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     mover = Mover(CpuDevice(), [pool()])
     fill_device(mover)
@@ -240,7 +235,6 @@ async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(mo
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_half_of_a_delayed_page_is_there_before_its_event() -> None:
     """A reader that does not wait sees a torn page."""
     spec = pool(size=64, layers=1)
@@ -257,7 +251,6 @@ async def test_half_of_a_delayed_page_is_there_before_its_event() -> None:
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     device = CpuDevice()
     gate = device.gate()
@@ -270,7 +263,6 @@ async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_event_that_fires_between_check_and_subscription_is_not_lost() -> None:
     device = CpuDevice()
     for _ in range(500):

@@ -23,8 +23,6 @@ from tests.simulated.device import SimulatedDevice
 Make = Callable[..., CpuDevice | SimulatedDevice]
 SLOW = Faults(delayed=1.0, delay=(0.001, 0.002))
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_a_round_trip_brings_every_byte_back(make_device: Make) -> None:
     mover = Mover(make_device(), [pool()])

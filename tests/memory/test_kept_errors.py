@@ -33,7 +33,6 @@ def _asked(mover: Mover, direction: str) -> Event:
 
 
 @pytest.mark.parametrize("direction", ["backup", "load", "clone", "unheard"])
-@pytest.mark.asyncio
 async def test_the_pools_of_a_failed_copy_are_let_go(direction: str) -> None:
     device = CpuDevice(faults=Faults(failing=1.0))
     mover = Mover(device, [pool()])

@@ -1,6 +1,11 @@
-"""The counters as Prometheus metrics: complete, right, and readable by its own parser."""
+"""The counters as Prometheus metrics, and the dashboard and pages that use them."""
 
 from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -13,6 +18,9 @@ from asynccache.metrics import CacheCollector, LoopLag
 from asynccache.runtime.lookups import Miss
 from asynccache.worker.stages import BOUNDS_MS, StageMeter
 from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, until
+
+# The counters as Prometheus metrics: complete, right, and readable by its own parser.
+
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -33,7 +41,6 @@ def one(samples: Samples, name: str, **labels: str) -> float:
     return samples[f"asynccache_{name}", frozenset({"cache": "c", **labels}.items())]
 
 
-@pytest.mark.asyncio
 async def test_a_scrape_says_what_happened() -> None:
     backend = MemoryBackend()
     async with opened(settings(device=8, host=8, swa=8), storage=backend) as cache:
@@ -65,7 +72,6 @@ async def test_a_scrape_says_what_happened() -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series() -> None:
     async with opened(settings(device=64, eviction="p2c")) as cache:
         registry = registered(cache)
@@ -90,14 +96,12 @@ async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series
         assert one(samples, "eviction_worth", kind="used once", age="1") > 0
 
 
-@pytest.mark.asyncio
 async def test_lru_learns_nothing_and_has_no_such_series() -> None:
     async with opened(settings(eviction="lru")) as cache:
         await serve(cache, text(4))
         assert not any(name.startswith("asynccache_eviction_") for name, _ in scrape(registered(cache)))
 
 
-@pytest.mark.asyncio
 async def test_pins_are_what_cannot_go() -> None:
     async with opened(settings(device=16)) as cache:
         registry = registered(cache)
@@ -110,7 +114,6 @@ async def test_pins_are_what_cannot_go() -> None:
             assert one(samples, "leases") == 1
 
 
-@pytest.mark.asyncio
 async def test_two_caches_share_a_registry() -> None:
     async with opened(settings()) as first, opened(settings()) as second:
         registry = CollectorRegistry()
@@ -122,7 +125,6 @@ async def test_two_caches_share_a_registry() -> None:
     assert samples["asynccache_requests_total", frozenset({("cache", "d")})] == 0
 
 
-@pytest.mark.asyncio
 async def test_lag_and_events_are_told_if_there_are_any() -> None:
     async with opened(settings()) as cache:
         lag = LoopLag(tick=0.001)
@@ -149,7 +151,6 @@ def test_a_latency_falls_into_the_bucket_that_holds_it() -> None:
     assert meter.histogram().total_ms == pytest.approx(20_001.12)
 
 
-@pytest.mark.asyncio
 async def test_buckets_are_cumulative_and_end_with_all() -> None:
     async with opened(settings(host=16)) as cache:
         registry = registered(cache)
@@ -164,7 +165,6 @@ async def test_buckets_are_cumulative_and_end_with_all() -> None:
     assert buckets[-1] == (float("inf"), one(samples, "stage_latency_seconds_count", stage="backup_host"))
 
 
-@pytest.mark.asyncio
 async def test_several_stores_are_told_apart() -> None:
     urls = ("memory:?name=near&write=no", "memory:?name=far")
     async with opened(settings(device=12, host=12, storage=urls)) as cache:
@@ -184,3 +184,30 @@ async def test_several_stores_are_told_apart() -> None:
         await cache.detach_storage("far")
         samples = scrape(registry)
         assert not [labels for _, labels in samples if ("backend", "far") in labels]
+
+
+# The examples on the pages about events and metrics work as printed.
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize(
+    ("page", "printed"), [("events.md", "Mirror(GPU 4, CPU 4, STORAGE 0)"), ("metrics.md", "match: 64 on the device")]
+)
+def test_the_example_runs(page: str, printed: str, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=120,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
+@pytest.mark.slow(2)
+def test_every_reason_is_explained() -> None:
+    text = (DOCS / "metrics.md").read_text()
+    table = re.findall(r"^\|`(\w+)`\|[^|]+\|[^|]*\|$", text, re.MULTILINE)
+    assert [reason.name.lower() for reason in Miss] == [name for name in table if name.upper() in Miss.__members__]

@@ -42,7 +42,6 @@ def queries() -> list[tuple[str, str]]:
     return chosen + [(query["expr"], query["legendFormat"]) for panel in board["panels"] for query in panel["targets"]]
 
 
-@pytest.mark.asyncio
 async def test_the_dashboard_asks_for_metrics_that_are_there() -> None:
     metrics, asked = await known(), queries()
     assert len(asked) > 15

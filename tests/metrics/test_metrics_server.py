@@ -1,4 +1,4 @@
-"""A few pages over HTTP, asked for as a scraper, a browser and a vandal would."""
+"""A few pages over HTTP, asked for as a scraper, a browser and a vandal would; nobody can hold it up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from asynccache import AsyncCache, CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
-from asynccache.metrics import MetricsServer, start_metrics_server
+from asynccache.metrics import MetricsServer, asgi, server, start_metrics_server
 from tests.runtime.runtime_kit import opened, serve, settings, text, until
+
+# A few pages over HTTP, asked for as a scraper, a browser and a vandal would.
 
 
 def _fetch(url: str, body: bytes | None) -> tuple[int, str, bytes]:
@@ -33,7 +41,6 @@ async def fetch(server: MetricsServer, path: str, body: Any = None) -> tuple[int
     return await asyncio.to_thread(_fetch, f"http://127.0.0.1:{server.port}{path}", data)
 
 
-@pytest.mark.asyncio
 async def test_the_pages() -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
         await serve(cache, text(4))
@@ -49,7 +56,6 @@ async def test_the_pages() -> None:
         assert json.loads(body)["lookups"]["requests"] == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "status"), [("/healthz", b"200"), ("/statistics", b"200"), ("/nothing", b"404")])
 async def test_head_is_answered_as_get_is_without_a_body(path: str, status: bytes) -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
@@ -67,7 +73,6 @@ async def test_head_is_answered_as_get_is_without_a_body(path: str, status: byte
         assert not bodies[1]
 
 
-@pytest.mark.asyncio
 async def test_explain_by_post_and_by_get() -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
         await serve(cache, text(4))
@@ -80,7 +85,6 @@ async def test_explain_by_post_and_by_get() -> None:
         assert json.loads(other)["device"] == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [("/", None, 404), ("/explain?tokens=a", None, 400), ("/explain", {"tokens": "abc"}, 400),
@@ -95,7 +99,6 @@ async def test_what_cannot_be_answered_is_said(path: str, body: Any, status: int
         assert (await fetch(server, "/healthz"))[0] == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("sent", "answered"),
     [(b"what is this\r\n\r\n", b"400"), (b"BREW /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
@@ -113,7 +116,6 @@ async def test_noise_is_refused_and_the_next_is_served(sent: bytes, answered: by
         assert (await fetch(server, "/healthz"))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_whoever_is_silent_is_hung_up_on_when_it_closes() -> None:
     async with opened(settings()) as cache:
         async with await start_metrics_server(cache):
@@ -124,7 +126,6 @@ async def test_whoever_is_silent_is_hung_up_on_when_it_closes() -> None:
         writer.close()
 
 
-@pytest.mark.asyncio
 async def test_a_closed_cache_is_not_healthy() -> None:
     cache = AsyncCache(settings())
     async with await start_metrics_server(cache) as server:
@@ -139,7 +140,6 @@ async def test_a_closed_cache_is_not_healthy() -> None:
         assert (await fetch(server, "/metrics"))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_who_waits() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(device=8), device=device).__aenter__()
@@ -170,7 +170,6 @@ async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_w
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_is_taken_is_refused() -> None:
     async with opened(settings()) as cache, await start_metrics_server(cache) as server:
         with pytest.raises(ConfigError, match="cannot listen"):
@@ -178,7 +177,6 @@ async def test_an_address_that_is_taken_is_refused() -> None:
                 pass
 
 
-@pytest.mark.asyncio
 async def test_closing_twice_or_cancelled_leaves_no_socket_open() -> None:
     async with opened(settings()) as cache:
         server = await start_metrics_server(cache)
@@ -195,7 +193,6 @@ async def test_closing_twice_or_cancelled_leaves_no_socket_open() -> None:
             await asyncio.open_connection("127.0.0.1", server.port)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("hops", range(5))
 async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket_open(hops: int) -> None:
     async with opened(settings()) as cache:
@@ -218,3 +215,185 @@ def test_without_uvicorn_one_sentence_says_what_to_install() -> None:
     program = "import sys; sys.modules['uvicorn'] = None; from asynccache.metrics import start_metrics_server"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert "pip install 'prometheus-client>=0.20' 'uvicorn>=0.34' brings it" in done.stderr
+
+
+# Clients of a cache's server cannot break it or hold it up: everything is answered, in time, by few connections.
+
+
+SHORT = 0.2
+SOON = 30.0
+
+
+@asynccontextmanager
+async def exposed() -> AsyncIterator[MetricsServer]:
+    """A served cache, which still answers when the test is over."""
+    async with asyncio.timeout(SOON), opened(settings(host=16)) as cache, await start_metrics_server(cache) as found:
+        yield found
+        assert (await answer(found, get("/healthz")))[0] == 200
+
+
+async def read(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """The status of an answer, and what it says of the error."""
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    status = int(head.split()[1])
+    return status, json.loads(body)["error"] if b"application/json" in head and status != 200 else body.decode()
+
+
+async def answer(to: MetricsServer, sent: bytes) -> tuple[int, str]:
+    """Of a client that sends all it has before it listens, as most do."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", to.port)
+    try:
+        writer.write(sent)
+        await writer.drain()
+        return await read(reader)
+    finally:
+        writer.close()
+
+
+def post(body: bytes, head: str = "") -> bytes:
+    return f"POST /explain HTTP/1.1\r\nHost: x\r\n{head or f'Content-Length: {len(body)}'}\r\n\r\n".encode() + body
+
+
+def get(page: str, version: str = "HTTP/1.1") -> bytes:
+    return f"GET {page} {version}\r\nHost: x\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"tokens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000, b"{", b"\xff\xfe",
+     b'{"tokens": [' + b"9" * 5000 + b"]}", b'{"tokens": [99999999999999999999]}', b'{"tokens": [NaN]}', b"null",
+     b'{"tokens": [1e400]}', b'{"tokens": [true]}', b'{"tokens": [1.0]}',
+     b'{"tokens": {"1": 2}}', b'{"tokens": [-1]}', b'{"tokens": [[1]]}',
+     b'{"tokens": [1], "namespace": "\\ud800"}', b'{"tokens": [1], "namespace": ["a"]}', b'{"tokens": null}'],
+)  # fmt: skip
+async def test_what_explain_cannot_use_is_a_400(body: bytes) -> None:
+    async with exposed() as found:
+        status, why = await answer(found, post(body))
+        assert (status, bool(why)) == (400, True)
+        assert (await answer(found, post(json.dumps({"tokens": text(4)}).encode())))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(post(b"", "Content-Length: -1"), 400), (post(b"", "Content-Length: 1_0"), 400),
+     (post(b"", "Content-Length: \xb2"), 400), (post(b"", "Content-Length: " + "9" * 5000), 400),
+     (post(b"0\r\n\r\n", "Transfer-Encoding: chunked"), 400), (get("/explain?tokens=" + "9" * 5000), 400),
+     (get("/explain?tokens=99999999999999999999"), 400), (get("http://["), 404), (get("/%00%ff"), 404),
+     (get("/metrics", "HTTP/2"), 400), (b"\x16\x03\x01\r\n\r\n", 400)],
+)  # fmt: skip
+async def test_a_request_that_is_none_is_refused_by_name(sent: bytes, status: int) -> None:
+    async with exposed() as found:
+        assert (await answer(found, sent))[0] == status
+
+
+async def test_a_body_that_is_too_large_is_a_413_also_for_who_sends_it_first() -> None:
+    async with exposed() as found:
+        status, why = await answer(found, post(b"x" * (asgi.MOST_BYTES + 1)))
+        assert (status, str(asgi.MOST_BYTES) in why) == (413, True)
+        status, _ = await answer(found, post(b'{"tokens": []}'.ljust(asgi.MOST_BYTES)))
+        assert status == 200
+
+
+TRICKLES = {
+    "silence": (b"", b""), "the head": (b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"X: y\r\n"),
+    "the body": (b"POST /explain HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n", b" "),
+}
+
+
+@pytest.mark.parametrize("what", TRICKLES)
+async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_trickles(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told so, and its connection is closed; there is always one more byte in time, but never the last."""
+    async with exposed() as found:
+        monkeypatch.setattr(server, "LIFE", SHORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        began, (start, drop) = time.monotonic(), TRICKLES[what]
+        writer.write(start)
+        answered = asyncio.create_task(read(reader))
+        while not answered.done():
+            writer.write(drop)
+            await asyncio.wait([answered], timeout=SHORT / 20)
+        try:
+            answer = await answered
+        except ConnectionError:
+            pass  # dropped, and what was sent after the end had the answer thrown away before it was read
+        else:
+            assert answer == (408, f"the request did not arrive within {SHORT:g} s")
+        assert time.monotonic() - began >= SHORT
+        writer.close()
+
+
+async def test_who_does_not_read_the_answer_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with exposed() as found:
+        monkeypatch.setattr(server, "LIFE", SHORT)
+        monkeypatch.setattr(asgi, "plain", lambda statistics: "x" * (64 << 20))
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(get("/statistics"))
+        await until(lambda: bool(connections(found)))
+        await until(lambda: not connections(found))
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(64 << 20)
+        writer.close()
+        monkeypatch.undo()
+
+
+def connections(found: MetricsServer) -> set[object]:
+    return set(found._server.server_state.connections)
+
+
+async def test_a_number_of_connections_is_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once those that dawdle have had their time, others are served."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
+    async with exposed() as found:
+        silent = [await asyncio.open_connection("127.0.0.1", found.port) for _ in range(3)]
+        await until(lambda: len(connections(found)) == 3)
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+            status, why = await read(reader)
+            assert (status, "connections already" in why) == (503, True)
+            writer.close()
+        assert len(connections(found)) <= 4
+        for _, writer in silent:
+            writer.close()
+        await until(lambda: not connections(found))
+        assert (await answer(found, get("/healthz")))[0] == 200
+
+
+async def test_thousands_of_connections_leave_the_cache_its_sockets_and_its_time() -> None:
+    """They come faster than they can end. Meanwhile requests are served, and files can be opened."""
+    async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as found:
+        async def vandal() -> None:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", found.port)
+                writer.write(b"GET /")
+                await asyncio.sleep(SHORT)
+                writer.close()
+                await writer.wait_closed()
+
+        most, vandals = 0, [asyncio.create_task(vandal()) for _ in range(400)]
+        for round_ in range(5):
+            await serve(cache, text(4, round_))
+            vandals += [asyncio.create_task(vandal()) for _ in range(400)]
+            await asyncio.sleep(SHORT / 2)
+            most = max(most, len(connections(found)))
+        await asyncio.gather(*vandals)
+        assert server.MOST_CONNECTIONS // 2 < most <= 4 * server.MOST_CONNECTIONS  # some are being refused
+        await until(lambda: not connections(found))
+        assert (await answer(found, get("/healthz")))[0] == 200
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, TimeoutError])
+async def test_a_collector_that_raises_is_a_500_that_says_so(kind: type[Exception]) -> None:
+    class Broken(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise kind("a figure")
+
+        def describe(self) -> list[Metric]:
+            return []
+
+    registry = CollectorRegistry()
+    registry.register(Broken())
+    async with opened(settings(host=16)) as cache, await start_metrics_server(cache, registry=registry) as found:
+        status, said = await answer(found, get("/metrics"))
+    assert (status, "a figure" in said) == (500, True)

@@ -31,7 +31,6 @@ from benchmarks import tree
 """The command with little to measure: the process that it starts for the other core is this one, too."""
 
 
-@pytest.mark.asyncio
 async def test_the_metrics_say_which_core_runs(request: pytest.FixtureRequest) -> None:
     prometheus = pytest.importorskip("prometheus_client")
     from asynccache.metrics import CacheCollector

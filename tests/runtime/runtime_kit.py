@@ -14,12 +14,12 @@ import torch
 from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
+from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
 from asynccache.runtime.core_calls import first_ended, holding
 from asynccache.runtime.head import Head
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.tokens import extend_chain, namespace_digest
 from asynccache.storage import StorageBackend
 from asynccache.worker.local import LocalWorker
 from tests.waiting import turns as turns

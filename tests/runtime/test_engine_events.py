@@ -1,14 +1,26 @@
-"""Pages that the engine still writes or reads are neither copied, nor free, nor overwritten before its events have
-fired."""
+"""Pages that an engine still writes or reads, and the events and batches that say so."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 
-from asynccache import ConfigError, Lease
+from asynccache import AsyncCache, ConfigError, Lease, LoadFailed
+from asynccache.core import audit
+from asynccache.core.plan import Medium, Publish
+from asynccache.events import Notice, StorageReport
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.signals import HostGate
+from asynccache.runtime import engine_batches
+from asynccache.runtime.core_calls import holding
+from asynccache.runtime.engine_batches import SWEEP, Fences
 from tests.runtime.runtime_kit import (
     LAYERS,
     PAGE,
@@ -29,8 +41,10 @@ from tests.runtime.runtime_kit import (
     write,
 )
 
+# Pages that the engine still writes or reads are neither copied, nor free, nor overwritten before its events have
+# fired.
 
-@pytest.mark.asyncio
+
 async def test_a_backup_waits_for_ready() -> None:
     device = CpuDevice()
     async with opened(settings(host=16), device=device) as cache:
@@ -48,7 +62,6 @@ async def test_a_backup_waits_for_ready() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
     device = CpuDevice()
     async with opened(settings(host=32, max_backup_ops=1), device=device) as cache:
@@ -73,7 +86,6 @@ async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_private_copy_waits_for_ready() -> None:
     device = CpuDevice()
     async with opened(settings(mamba=8), device=device) as cache:
@@ -94,7 +106,6 @@ async def test_a_private_copy_waits_for_ready() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_released_pages_retire_until_the_engine_has_let_go() -> None:
     device = CpuDevice()
     async with opened(settings(device=8), device=device) as cache:
@@ -112,7 +123,6 @@ async def test_released_pages_retire_until_the_engine_has_let_go() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
     device = CpuDevice()
     async with opened(settings(device=8), device=device) as cache:
@@ -126,7 +136,6 @@ async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_device() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=32), device=device) as cache:
@@ -150,7 +159,6 @@ async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_dev
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["truncate", "advance"])
 async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str) -> None:
     device = CpuDevice()
@@ -176,7 +184,6 @@ async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str)
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["adopt", "commit", "release"])
 async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
     async with opened(settings(device=12)) as cache:
@@ -198,7 +205,6 @@ async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) 
             await until(lambda: cache.statistics().device["full"].free == 8)
 
 
-@pytest.mark.asyncio
 async def test_adopted_duplicates_wait_for_the_engines_last_use() -> None:
     device = CpuDevice()
     async with opened(settings(device=12), device=device) as cache:
@@ -214,7 +220,6 @@ async def test_adopted_duplicates_wait_for_the_engines_last_use() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_commit_must_continue_what_the_lease_holds() -> None:
     async with opened(settings()) as cache:
         async with cache.lease(text(2), new_tokens=PAGE) as lease:
@@ -229,7 +234,6 @@ async def test_a_commit_must_continue_what_the_lease_holds() -> None:
         assert (await cache.match(text(3))).device == 3 * PAGE
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["commit", "release", "advance"])
 async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> None:
     device = CpuDevice()
@@ -255,7 +259,6 @@ async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> N
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_ready() -> None:
     """They are the tree's, and nobody's, while the engine may still write them: no call has named them since."""
     device = CpuDevice()
@@ -282,7 +285,6 @@ async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_
     await device.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["load", "clone"])
 async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it(what: str) -> None:
     """An engine on the host may compute its layers as they come, and fire ``ready`` after that."""
@@ -311,7 +313,6 @@ async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -> None:
     device = CpuDevice()
     async with opened(settings(device=12, host=64), device=device) as cache:
@@ -340,7 +341,6 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_adopt_names_stands_before_loads_too() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=32), device=device) as cache:
@@ -360,3 +360,498 @@ async def test_what_adopt_names_stands_before_loads_too() -> None:
             work.open()
             await loaded
     await device.aclose()
+
+
+# Fences: which batches stand before which slots, against a model that keeps every batch of every slot.
+
+
+FULL, SWA = 0, 1
+SLOTS = {FULL: 24, SWA: 8}
+
+
+class Told:
+    """A batch that is over when it is told so."""
+
+    number = 0
+    fired = False
+    failed = False
+
+    def done(self) -> bool:
+        return self.fired
+
+    async def wait(self) -> None:
+        """Nobody waits here."""
+        await asyncio.Event().wait()
+
+    settled = wait
+
+
+def table(slots: Sequence[int]) -> bytes:
+    return np.array(slots, np.int32).tobytes()
+
+
+def test_only_the_slots_of_an_event_wait_for_it() -> None:
+    fences, one, two = Fences(SLOTS), Told(), Told()
+    fences.add(one, {FULL: table([1, 2, -1]), SWA: table([-1, 3])})
+    fences.add(two, {FULL: table([2, 5])})
+    assert fences.before([(FULL, table([0, 3, 23]))]) == []
+    assert fences.before([(FULL, table([1]))]) == [one]
+    assert fences.before([(FULL, table([5]))]) == [two]
+    assert fences.before([(FULL, table([2]))]) == [one, two]
+    assert fences.before([(SWA, table([3]))]) == [one]
+    assert fences.before([(SWA, table([2, 5]))]) == []
+    one.fired = True
+    assert fences.before([(FULL, table([1, 2]))]) == [two]
+    two.fired = True
+    assert fences.before([(FULL, table(range(24)))]) == []
+    assert len(fences) == 0
+
+
+def test_an_event_that_has_fired_stands_before_nothing() -> None:
+    fences, one = Fences(SLOTS), Told()
+    one.fired = True
+    fences.add(one, {FULL: table([1])})
+    assert len(fences) == 0
+
+
+def test_one_event_for_many_leases_is_one() -> None:
+    """All requests of an iteration name the same event, and share pages."""
+    fences, one = Fences(SLOTS), Told()
+    for own in range(20):
+        fences.add(one, {FULL: table([0, 1, 2, own])})
+    assert fences.before([(FULL, table(range(24)))]) == [one]
+    assert len(fences) <= 20
+
+
+def test_what_has_fired_is_forgotten() -> None:
+    fences = Fences(SLOTS)
+    for _ in range(3 * SWEEP):
+        event = Told()
+        fences.add(event, {FULL: table([0, 1]), SWA: table([2])})
+        event.fired = True
+    assert len(fences) == 1
+
+
+def test_behind_one_that_lasts_the_others_are_forgotten() -> None:
+    """An event that fires late keeps the sets that it is in, and no others."""
+    fences, first = Fences(SLOTS), Told()
+    fences.add(first, {FULL: table([0])})
+    for _ in range(10 * SWEEP):
+        event = Told()
+        fences.add(event, {FULL: table([1]), SWA: table([2])})
+        event.fired = True
+    assert len(fences) <= 2 * SWEEP
+    assert fences.before([(FULL, table([0, 1])), (SWA, table([2]))]) == [first]
+    first.fired = True
+    assert fences.before([(FULL, table([0]))]) == []
+    assert len(fences) == 0
+
+
+def test_behind_one_that_never_ends_a_fence_costs_as_much_after_many_batches_as_after_few() -> None:
+    """What a fence costs grows with the numbers from the first set to the last."""
+    fences, stuck = Fences(SLOTS), Told()
+    fences.add(stuck, {FULL: table([0])})
+    spans = []
+    for number in range(200 * SWEEP):
+        event = Told()
+        fences.add(event, {FULL: table([1 + number % 8]), SWA: table([2])})
+        event.fired = True
+        spans.append(fences._number - next(iter(fences._sets)))
+    assert max(spans[len(spans) // 2 :]) <= max(spans[: 20 * SWEEP])
+    assert fences.before([(FULL, table(range(9)))]) == [stuck]
+
+
+@pytest.mark.parametrize("renumbers", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_against_a_model(seed: int, renumbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if renumbers:
+        monkeypatch.setattr(engine_batches, "SWEEP", 2)
+        monkeypatch.setattr(engine_batches, "SPARSE", 0)
+    rng, fences = Random(seed), Fences(SLOTS)
+    model: dict[tuple[int, int], set[Told]] = {(c, s): set() for c, count in SLOTS.items() for s in range(count)}
+    events: list[Told] = []
+
+    def drawn(component: int) -> list[int]:
+        return [s if rng.random() < 0.8 else -1 for s in rng.sample(range(SLOTS[component]), rng.randrange(6))]
+
+    for _ in range(400):
+        if rng.random() < 0.4 and events:
+            rng.choice(events).fired = True
+        elif rng.random() < 0.7:
+            event = rng.choice(events) if events and rng.random() < 0.3 else Told()
+            events.append(event)
+            slots = {c: drawn(c) for c in rng.sample(list(SLOTS), rng.randrange(1, 3))}
+            fences.add(event, {c: table(found) for c, found in slots.items()})
+            for c, found in slots.items():
+                for slot in found:
+                    if slot >= 0:
+                        model[c, slot].add(event)
+        wanted = {c: drawn(c) for c in SLOTS}
+        expected = {e for c, found in wanted.items() for s in found if s >= 0 for e in model[c, s] if not e.fired}
+        got = fences.before([(c, table(found)) for c, found in wanted.items()])
+        assert len(got) == len(expected)
+        assert set(got) == expected
+
+
+# Events that the device's streams cannot wait for are refused by name, and the lease stays as it was.
+
+
+class QueriedEvent:
+    """As an event of torch's, without its handle: it can be queried, and has no ``done``."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host would wait")
+
+
+class AwaitedEvent:
+    """A coroutine can wait for it, and no stream."""
+
+    def done(self) -> bool:
+        return False
+
+    async def wait(self) -> None:
+        raise AssertionError("nobody can order a copy behind it")
+
+
+FOREIGN: list[Callable[[], object]] = [
+    QueriedEvent, AwaitedEvent, object, asyncio.Event, threading.Event, Future, lambda: 3, lambda: "E1", lambda: True,
+    list, lambda: CpuDevice,
+]  # fmt: skip
+
+
+async def _release(lease: Lease, event: Any) -> None:
+    lease.release(after=event)
+
+
+async def _advance(lease: Lease, event: Any) -> None:
+    lease.advance(3 * PAGE, after=event)
+
+
+async def _truncate(lease: Lease, event: Any) -> None:
+    lease.truncate(3 * PAGE, after=event)
+
+
+async def _adopt(lease: Lease, event: Any) -> None:
+    lease.adopt(after=event)
+
+
+async def _commit(lease: Lease, event: Any) -> None:
+    await lease.commit(text(3), after=event)
+
+
+CALLS = [_release, _advance, _truncate, _adopt, _commit]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__[1:])
+async def test_a_foreign_event_is_refused_before_anything_changes(
+    call: Callable[[Lease, Any], Awaitable[None]],
+) -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8, host=16, swa=8), device=device) as cache:
+        lease = await cache.lease(text(3), new_tokens=PAGE).__aenter__()
+        compute(cache, lease, text(3), ("full", "swa"))
+        await lease.commit(text(2))
+        before = lease.pages.tolist(), lease.page_table("swa").tolist(), repr(lease)
+        for make in FOREIGN:
+            event = make()
+            with pytest.raises(ConfigError, match=rf"^{call.__name__[1:]}: (after|ready): ") as told:
+                await call(lease, event)
+            assert repr(event) in str(told.value)
+            await turns()
+            assert (lease.pages.tolist(), lease.page_table("swa").tolist(), repr(lease)) == before
+        assert not len(parts(cache).batches.fences), "a refused event became a fence"
+        gate = device.gate()
+        await call(lease, gate)
+        gate.open()
+        lease.release()
+        await until(lambda: not len(parts(cache).driver.ops))
+        await settled(cache)
+        await serve(cache, text(3, seed=1), ("full", "swa"))
+    await device.aclose()
+
+
+async def test_a_released_lease_refuses_nothing_and_an_unused_one_needs_no_event() -> None:
+    async with opened(settings(device=8)) as cache:
+        lease = await cache.lease(text(2)).__aenter__()
+        lease.release(after=None)
+        lease.release(after=None)
+        assert cache.statistics().device["full"].free == 8
+
+
+# A batch that fails after a commit named it: nothing of it is served, saved or announced; who holds some of it learns
+# of it. ``commit`` checks its tokens when it publishes them, not only when it is called.
+
+
+POOLS = ("full", "swa")
+ERROR = RuntimeError("out of memory")
+
+
+async def published(
+    cache: AsyncCache, tokens: list[int], ready: HostGate, *, after: HostGate | None = None
+) -> None:
+    """A request whose engine has put its work off."""
+    async with cache.lease(tokens) as lease:
+        await lease.commit(tokens, after=ready, checkpoint=checkpoint(lease, tokens))
+        lease.release(after=ready if after is None else after)
+
+
+def checkpoint(lease: Lease, tokens: list[int]) -> tuple[int, int] | None:
+    return (len(tokens) // PAGE * PAGE, int(lease.states[-1])) if len(lease.states) else None
+
+
+async def fail(cache: AsyncCache, ready: HostGate) -> None:
+    """Fire ``ready`` with an error, as an engine's thread would, and return when nothing is in flight any more."""
+    await asyncio.to_thread(ready.fire, ERROR)
+    await idle(cache)
+
+
+async def idle(cache: AsyncCache) -> None:
+    core = parts(cache).core
+    while core.world.ledger.ops:
+        await settled(cache)
+        await turns(1)
+
+
+@pytest.mark.parametrize("more", [{}, {"swa": 8}, {"mamba": 8}, {"swa": 8, "mamba": 8}], ids=str)
+async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, int]) -> None:
+    device = CpuDevice()
+    config = settings(device=16, host=32, storage="memory:", **more)
+    async with opened(config, device=device) as cache:
+        ready, tokens = device.gate(), text(4)
+        await published(cache, tokens, ready)
+        assert (await cache.match([*tokens, 1])).device == 4 * PAGE
+        await fail(cache, ready)
+        assert (await cache.match([*tokens, 1])).host == 0
+        assert await cache.flush() == (0, 0)
+        assert cache.statistics().storage.get("pages", 0) == 0
+        assert cache.statistics().core.nodes == 0
+        async with cache.lease([*tokens, 1]) as lease:
+            assert lease.cached == 0
+        assert await cache.flush() == (0, 0)
+    await device.aclose()
+
+
+def pages(heard: list[Notice]) -> list[Publish]:
+    return [event for event in heard if isinstance(event, Publish)]
+
+
+async def test_what_was_announced_is_withdrawn_and_nothing_more_is_announced() -> None:
+    device, heard = CpuDevice(), list[Notice]()
+    config = settings(device=16, host=32, storage="memory:")
+    async with opened(config, device=device, on_event=heard.append) as cache:
+        ready, tokens = device.gate(), text(4)
+        await published(cache, tokens, ready)
+        await turns()
+        assert [(event.medium, event.stored) for event in pages(heard)] == [(Medium.GPU, True)]
+        await fail(cache, ready)
+        await cache.flush()
+        await turns()
+        there, gone = pages(heard)
+        assert (gone.medium, gone.stored, gone.hashes) == (Medium.GPU, False, there.hashes)
+        assert not any(isinstance(event, StorageReport) and event.keys for event in heard)
+    await device.aclose()
+
+
+async def test_who_matched_pages_of_a_failed_batch_learns_of_it_and_keeps_them() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8, host=16), device=device) as cache:
+        ready, tokens = device.gate(), text(4)
+        await published(cache, tokens, ready)
+        longer = text(5)
+        async with cache.lease(longer) as lease:
+            assert lease.cached == 4 * PAGE
+            held = lease.pages.tolist()
+            await fail_and_wait_until_told(cache, ready)
+            assert lease.pages.tolist() == held
+            asked: list[Callable[[], Coroutine[Any, Any, object]]] = [
+                lease.loaded, lambda: lease.layer(0), lambda: lease.commit(longer)
+            ]  # fmt: skip
+            for ask in asked:
+                with pytest.raises(LoadFailed) as caught:
+                    await ask()
+                assert caught.value.valid == 0
+            async with cache.lease(text(3, seed=2), wait=False) as other:
+                assert not set(other.pages.tolist()) & set(held), "nothing that it holds is given to others"
+        assert await serve(cache, longer) == 0
+        assert await serve(cache, [*longer, 1]) == 5 * PAGE
+    await device.aclose()
+
+
+async def fail_and_wait_until_told(cache: AsyncCache, ready: HostGate) -> None:
+    ready.fire(ERROR)
+    await until(lambda: not parts(cache).core.world.ledger.ops)
+
+
+async def test_what_was_committed_below_a_failed_batch_leaves_with_it() -> None:
+    """By a request that matched half of it, so that a node was split, and whose own batch ran well."""
+    device = CpuDevice()
+    async with opened(settings(device=32, host=32, storage="memory:"), device=device) as cache:
+        await serve(cache, text(1))
+        ready, well = device.gate(), device.gate()
+        await published(cache, text(4), ready)
+        fork = [*text(3), *text(2, seed=7)]
+        async with cache.lease(fork) as lease:
+            assert lease.cached == 3 * PAGE
+            compute(cache, lease, fork)
+            await lease.commit(fork, after=well)
+        well.open()
+        await fail(cache, ready)
+        assert (await cache.match([*fork, 1])).host == PAGE
+        assert (await cache.match(text(4, extra=1))).host == PAGE
+        await cache.flush()
+        assert cache.statistics().storage["pages"] == 1
+    await device.aclose()
+
+
+async def test_a_lease_publishes_nothing_more_after_one_of_its_batches_has_failed() -> None:
+    """Not even the pages of a batch that ran: they rest on what the first one did not compute."""
+    device = CpuDevice()
+    async with opened(settings(device=16, host=16), device=device) as cache:
+        first, second = device.gate(), device.gate()
+        tokens = text(4)
+        async with cache.lease(tokens) as lease:
+            await lease.commit(tokens[: 2 * PAGE], after=first)
+            await lease.commit(tokens, after=second)
+            second.open()
+            first.fire(ERROR)
+            with pytest.raises(LoadFailed):
+                await lease.commit(tokens)
+            lease.release(after=second)
+        await idle(cache)
+        assert (await cache.match([*tokens, 1])).host == 0
+    await device.aclose()
+
+
+async def test_a_commit_that_names_a_batch_which_has_failed_already_publishes_nothing() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=16, host=16), device=device) as cache:
+        await serve(cache, text(2))
+        tokens, ready = text(4), device.gate()
+        ready.fire(ERROR)
+        async with cache.lease(tokens) as lease:
+            with pytest.raises(LoadFailed) as caught:
+                await lease.commit(tokens, after=ready)
+            assert caught.value.valid == 2 * PAGE
+            with pytest.raises(LoadFailed):
+                await lease.commit(tokens)
+        assert (await cache.match([*tokens, 1])).host == 2 * PAGE
+    await device.aclose()
+
+
+async def test_who_has_seen_a_batch_fail_finds_nothing_of_it() -> None:
+    """In the same turn of the loop: no task of the cache has run since."""
+    device = CpuDevice()
+    async with opened(settings(device=16), device=device) as cache:
+        ready, tokens = device.gate(), text(4)
+        await published(cache, tokens, ready)
+        ready.fire(ERROR)
+        async with cache.lease([*tokens, 1]) as lease:
+            assert lease.cached == 0
+        await idle(cache)
+    await device.aclose()
+
+
+async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_expected_of_its_end() -> None:
+    """Without a host its pages are evicted as ever; and a request that cannot be served is refused at once."""
+    device = CpuDevice()
+    async with opened(settings(device=8), device=device) as cache:
+        ready = device.gate()
+        async with cache.lease(text(4)) as lease:
+            await lease.commit(text(4), after=ready)
+        assert not cache._opened().holders
+        async with asyncio.timeout(5):
+            async with cache.lease(text(8, seed=3)) as other:
+                assert other.pages.size == 8
+        ready.open()
+        await idle(cache)
+    await device.aclose()
+
+
+@pytest.mark.parametrize("deadline", [0.0, 5.0])
+async def test_a_batch_that_fails_while_the_cache_closes_saves_nothing(deadline: float) -> None:
+    device = CpuDevice()
+    cache = AsyncCache(settings(device=16, host=32, storage="memory:"), device=device)
+    async with cache:
+        ready, tokens = device.gate(), text(4)
+        await serve(cache, text(1, seed=5))
+        await published(cache, tokens, ready)
+        closing = asyncio.create_task(cache.aclose(deadline))
+        await turns()
+        ready.fire(ERROR)
+        report = await closing
+        assert report.error is None
+        core = parts(cache).core
+        audit.check(core)
+        if deadline:
+            assert (report.unsaved_host, report.unsaved_storage) == (0, 0)
+            assert core.statistics().nodes == 1
+    await device.aclose()
+
+
+async def test_a_batch_that_never_ends_does_not_keep_the_cache_open() -> None:
+    device = CpuDevice()
+    cache = AsyncCache(settings(device=16), device=device)
+    async with cache:
+        await published(cache, text(4), device.gate())
+        async with asyncio.timeout(5):
+            await cache.aclose(0.0)
+    await device.aclose()
+
+
+async def test_a_cancelled_commit_of_a_batch_that_fails_leaves_nothing() -> None:
+    """Whether it was cancelled before it took the lock or not."""
+    device = CpuDevice()
+    async with opened(settings(device=16, host=16), device=device) as cache:
+        for steps in range(4):
+            ready, tokens = device.gate(), text(4, seed=steps)
+            async with cache.lease(tokens) as lease:
+                committing = asyncio.create_task(lease.commit(tokens, after=ready))
+                await turns(steps)
+                committing.cancel()
+                await asyncio.wait([committing])
+                ready.fire(ERROR)
+                lease.release(after=ready)
+            await idle(cache)
+            assert (await cache.match([*tokens, 1])).host == 0
+    await device.aclose()
+
+
+async def test_pages_that_the_host_had_of_a_failed_batch_are_right_when_they_are_served() -> None:
+    """The commit took them over on the device, where they were lacking; what is served later is not from there."""
+    device = CpuDevice()
+    async with opened(settings(device=8, host=32), device=device) as cache:
+        tokens = text(4)
+        await serve(cache, tokens)
+        await settled(cache)
+        await push_out(cache, 8)
+        assert (await cache.match([*tokens, 1])).device == 0
+        ready = device.gate()
+        lease = cache.lease(tokens)
+        lease._ask = lease._ask._replace(load=False)  # as if there were no room to load them
+        async with lease:
+            assert lease.cached == 0
+            await lease.commit(tokens, after=ready)
+            lease.release(after=ready)
+        await fail(cache, ready)
+        assert await serve(cache, [*tokens, 1]) in (0, 4 * PAGE)
+    await device.aclose()
+
+
+async def test_of_two_commits_at_once_that_go_on_differently_the_second_is_refused() -> None:
+    async with opened(settings(device=16, host=16)) as cache:
+        prompt = text(1)
+        one, two = [*prompt, *text(1, seed=1)], [*prompt, *text(1, seed=2)]
+        async with cache.lease(prompt, new_tokens=PAGE) as lease:
+            compute(cache, lease, one)
+            async with holding(parts(cache).driver.lock):
+                both = [asyncio.create_task(lease.commit(tokens)) for tokens in (one, two)]
+                await turns()
+            await asyncio.wait(both)
+            assert both[0].exception() is None
+            assert isinstance(both[1].exception(), ConfigError)
+        assert (await cache.match([*one, 1])).device == 2 * PAGE
+        assert (await cache.match([*two, 1])).device == PAGE
+        await settled(cache)

@@ -125,7 +125,6 @@ def test_the_core_catches_nothing_so_an_exception_leaves_every_call_of_it_wherev
     assert [name for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Try)] == []
 
 
-@pytest.mark.asyncio
 async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in_the_middle_of_a_call() -> None:
     asked = 0
 
@@ -142,7 +141,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
     slices = asyncio.ensure_future(drive(driver, call, driver.perform))
     await turns(1)
     with pytest.raises(Injected):
-        driver.unlocked(fails)
+        driver.call_unlocked(fails)
     with pytest.raises(CacheClosed, match="between two slices"):
         await slices
     assert asked == 1
@@ -152,7 +151,6 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
     assert report[:2] == (0, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_core_that_breaks_between_two_slices_of_the_last_survey_is_what_the_report_of_aclose_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +165,7 @@ async def test_a_core_that_breaks_between_two_slices_of_the_last_survey_is_what_
 
     def break_it() -> None:
         with pytest.raises((Injected, CacheClosed)):
-            driver.unlocked(fails)
+            driver.call_unlocked(fails)
 
     asked: list[Survey] = []
     usual = Survey.unsaved
@@ -183,7 +181,6 @@ async def test_a_core_that_breaks_between_two_slices_of_the_last_survey_is_what_
     assert [survey is asked[0] for survey in asked[-2:]] == [True, False]
 
 
-@pytest.mark.asyncio
 async def test_a_survey_that_raises_as_the_cache_closes_stops_all_of_it_and_is_what_aclose_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

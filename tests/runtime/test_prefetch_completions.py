@@ -1,11 +1,11 @@
-"""The completion of a prefetch travels in the queue of acks. A fetch puts its commit there and does not make it; who
-holds the tree lock does. What is queued can be given up, and hears of the end of the cache."""
+"""What the source alone shows: completions in the queue of acks, and a probe that is no use."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from random import Random
 
 import pytest
 
@@ -14,10 +14,19 @@ from asynccache.core.plan import Plan, Wait
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.driver import FetchCommit
+from asynccache.storage import CheckedStore
+from asynccache.storage.checked import store_layout
 from tests.runtime.runtime_kit import opened, parts, settings, settled, text, turns
+from tests.runtime.test_hung_storage import serve
 from tests.runtime.test_prefetching import stored
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import SimulatedLoop, simulate
 
-pytestmark = pytest.mark.source  # what is compiled lets nobody replace its methods
+pytestmark = pytest.mark.source
+
+# The completion of a prefetch travels in the queue of acks. A fetch puts its commit there and does not make it; who
+# holds the tree lock does. What is queued can be given up, and hears of the end of the cache.
 
 
 def config() -> CacheConfig:
@@ -67,7 +76,6 @@ def committing_tasks(cache: AsyncCache) -> Iterator[list[str]]:
     core.prefetch_commit = usual  # type: ignore[method-assign]
 
 
-@pytest.mark.asyncio
 async def test_no_fetch_commits_by_itself() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         with committing_tasks(cache) as names:
@@ -77,7 +85,6 @@ async def test_no_fetch_commits_by_itself() -> None:
         assert set(names) == {"asynccache-acks"}
 
 
-@pytest.mark.asyncio
 async def test_a_completion_waits_in_the_queue_until_somebody_takes_the_lock() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         driver = parts(cache).driver
@@ -91,7 +98,6 @@ async def test_a_completion_waits_in_the_queue_until_somebody_takes_the_lock() -
         assert await handle == (PrefetchStatus.COMPLETE, 24, "")
 
 
-@pytest.mark.asyncio
 async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_at_once() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         async with queued(cache) as handle:
@@ -103,7 +109,6 @@ async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_a
         assert (await cache.match(text(6))).host == 0
 
 
-@pytest.mark.asyncio
 async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_and_says_so() -> None:
     device = CpuDevice()
     async with stored() as storage, opened(config(), device=device, storage=storage) as cache:
@@ -124,7 +129,6 @@ async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_an
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_a_completion_hears_why_the_cache_closed() -> None:
     async with stored() as storage:
         device = CpuDevice()
@@ -138,3 +142,36 @@ async def test_who_waits_for_a_completion_hears_why_the_cache_closed() -> None:
         await cache.aclose()
         assert operations(cache) == 0, "its task has given its pages back"
         await device.aclose()
+
+
+# A lease that finds out whether its pages could be granted has not used what it found: one request tells the eviction
+# policy of one use, however long its prefetch runs.
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 2.0])
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_a_request_whose_prefetch_runs_tells_the_policy_of_one_use(
+    policy: str, delay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        backend = SimulatedBackend(Random(1), Hostility(delay=delay))
+        config = settings(40, 40, eviction="p2c", prefetch_policy=policy, prefetch_timeout_base=0.05)
+        store = CheckedStore(backend, store_layout(config.pools()), threads=0)
+        async with AsyncCache(config, device=device, storage=store) as cache:
+            learner = parts(cache).core.world.policy
+            use, uses = learner.use, list[int]()
+
+            def used(*args: int) -> None:
+                uses.append(args[-1])
+                use(*args)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(learner, "use", used)
+            await serve(cache, text(5, seed=1))
+            assert await serve(cache, text(5, seed=1) + text(5, seed=2)) == 20
+            assert await serve(cache, text(5, seed=3)) == 0
+            assert len(uses) == 3
+        await store.aclose()
+        await device.aclose()
+
+    simulate(main, 1)

@@ -82,7 +82,6 @@ def policy(name: PrefetchPolicy, **more: Any) -> Any:
     return settings(device=16, host=32, prefetch_policy=name, **more)
 
 
-@pytest.mark.asyncio
 async def test_a_handle_is_awaited_by_many_and_told_the_same() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         handle = cache.prefetch(text(6))
@@ -96,7 +95,6 @@ async def test_a_handle_is_awaited_by_many_and_told_the_same() -> None:
         assert cache.prefetch(text(6)).done()  # below the threshold: nothing to fetch
 
 
-@pytest.mark.asyncio
 async def test_cancelling_one_who_awaits_a_handle_stops_nothing() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.hold()
@@ -114,7 +112,6 @@ async def test_cancelling_one_who_awaits_a_handle_stops_nothing() -> None:
         assert (await handle).tokens == 24
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_handle_gives_its_pages_back_after_its_read_has_let_go() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.hold()
@@ -129,7 +126,6 @@ async def test_a_cancelled_handle_gives_its_pages_back_after_its_read_has_let_go
         assert cache.statistics().host["full"].free == 32
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_request_revokes_its_prefetch() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.hold()
@@ -143,7 +139,6 @@ async def test_a_cancelled_request_revokes_its_prefetch() -> None:
         assert cache.statistics().host["full"].free == 32
 
 
-@pytest.mark.asyncio
 async def test_a_shared_fetch_is_revoked_only_when_the_last_one_leaves() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.hold()
@@ -157,7 +152,6 @@ async def test_a_shared_fetch_is_revoked_only_when_the_last_one_leaves() -> None
         assert cache.statistics().stages["prefetch"].pages == 6
 
 
-@pytest.mark.asyncio
 async def test_wait_complete_waits_for_all_of_it() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.hold()
@@ -172,7 +166,6 @@ async def test_wait_complete_waits_for_all_of_it() -> None:
         lease.release()
 
 
-@pytest.mark.asyncio
 async def test_best_effort_stops_at_the_head_when_its_pages_are_there() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.BEST_EFFORT), storage=storage) as cache:
         storage.hold()
@@ -189,7 +182,6 @@ async def test_best_effort_stops_at_the_head_when_its_pages_are_there() -> None:
         lease.release()
 
 
-@pytest.mark.asyncio
 async def test_best_effort_does_not_stop_while_the_pages_are_not_there() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.BEST_EFFORT), storage=storage) as cache:
         holder = await cache.lease(text(16, seed=5)).__aenter__()
@@ -202,7 +194,6 @@ async def test_best_effort_does_not_stop_while_the_pages_are_not_there() -> None
         lease.release()
 
 
-@pytest.mark.asyncio
 async def test_timeout_stops_when_its_time_is_over() -> None:
     config = policy(PrefetchPolicy.TIMEOUT, prefetch_timeout_base=0.2, prefetch_timeout_per_1k=0)
     async with stored() as storage, opened(config, storage=storage) as cache:
@@ -219,7 +210,6 @@ async def test_timeout_stops_when_its_time_is_over() -> None:
         lease.release()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_that_waits_for_its_prefetch_blocks_nobody() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.hold()
@@ -231,7 +221,6 @@ async def test_a_lease_that_waits_for_its_prefetch_blocks_nobody() -> None:
         (await cold).release()
 
 
-@pytest.mark.asyncio
 async def test_wait_false_does_not_wait_for_a_prefetch() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.BEST_EFFORT), storage=storage) as cache:
         storage.hold()
@@ -245,7 +234,6 @@ async def test_wait_false_does_not_wait_for_a_prefetch() -> None:
             assert 0 < lease.cached < 24
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_fails_shortens_the_fetch() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         storage.corrupt = {3}
@@ -254,7 +242,6 @@ async def test_a_page_that_fails_shortens_the_fetch() -> None:
         assert cache.statistics().storage["corrupt_pages"] == 1
 
 
-@pytest.mark.asyncio
 async def test_below_the_threshold_a_fetch_is_revoked() -> None:
     config = policy(PrefetchPolicy.WAIT_COMPLETE, prefetch_threshold=16)
     async with stored() as storage, opened(config, storage=storage) as cache:
@@ -263,7 +250,6 @@ async def test_below_the_threshold_a_fetch_is_revoked() -> None:
         assert cache.statistics().host["full"].free == 32
 
 
-@pytest.mark.asyncio
 async def test_a_window_is_fetched_whole_or_not_at_all() -> None:
     pools = ("full", "swa")
     config = policy(PrefetchPolicy.WAIT_COMPLETE, swa=16)
@@ -277,7 +263,6 @@ async def test_a_window_is_fetched_whole_or_not_at_all() -> None:
         assert cache.statistics().host["swa"].free >= 32 - 4
 
 
-@pytest.mark.asyncio
 async def test_a_window_is_fetched_for_an_end_that_a_lease_of_the_same_tokens_can_have() -> None:
     """A lease leaves at least one token to be computed: of a prompt of whole pages it cannot have the last page, and
     the window of that page's end is of no use to it. FULL's pages are, to whoever goes on from there."""
@@ -296,7 +281,6 @@ async def test_a_window_is_fetched_for_an_end_that_a_lease_of_the_same_tokens_ca
         assert (await cache.prefetch(text(6))).tokens == 24
 
 
-@pytest.mark.asyncio
 async def test_a_short_host_shortens_the_fetch() -> None:
     async with stored() as storage:
         config = settings(device=16, host=4, prefetch_policy="wait_complete", prefetch_quota=1.0)
@@ -304,7 +288,6 @@ async def test_a_short_host_shortens_the_fetch() -> None:
             assert (await cache.prefetch(text(6))).tokens == 4 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_above_the_quota_a_prefetch_waits_its_turn() -> None:
     storage = HeldBackend()
     async with opened(settings(device=32, host=32), storage=storage) as cache:
@@ -328,7 +311,6 @@ async def _prefetched(cache: AsyncCache, pages: int) -> int:
     return (await cache.prefetch(text(pages))).tokens
 
 
-@pytest.mark.asyncio
 async def test_a_dead_store_is_a_miss_and_the_cache_goes_on() -> None:
     class Dead(MemoryBackend):
         async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -348,7 +330,6 @@ async def test_a_dead_store_is_a_miss_and_the_cache_goes_on() -> None:
     await storage.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("computed", [2, 6])
 async def test_what_another_request_computed_meanwhile_does_not_count_as_stored(computed: int) -> None:
     """Between the arrival of a request and its prefetch's turn. Storage has six pages in both cases."""
@@ -369,7 +350,6 @@ async def test_what_another_request_computed_meanwhile_does_not_count_as_stored(
         assert cache.statistics().lookups.hits["storage"] == brought
 
 
-@pytest.mark.asyncio
 async def test_whoever_shares_a_fetch_has_its_pages_from_storage_however_soon_the_lease_is_granted() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.BEST_EFFORT), storage=storage) as cache:
         storage.hold()

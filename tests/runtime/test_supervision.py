@@ -1,18 +1,28 @@
-"""Every task has an owner, and every wait an end, also when a worker dies."""
+"""Every task has an owner, and every wait an end; opening leaves the loop free; errors of the compiled core."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheClosed
+from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError, Lease, compiled
 from asynccache.core.plan import Move, Outcome, Status
 from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Event
+from asynccache.memory.signals import HostGate
+from asynccache.runtime import head as head_module
+from asynccache.runtime.head import Head
+from asynccache.runtime.supervisor import Supervisor
+from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import (
     compute,
     fence_all,
@@ -24,15 +34,18 @@ from tests.runtime.runtime_kit import (
     settings,
     settled,
     text,
+    turns,
     until,
 )
+from tests.simulated.loop import SimulatedLoop, simulate
+
+# Every task has an owner, and every wait an end, also when a worker dies.
 
 
 class Boom(Exception):
     pass
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_hangs() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
@@ -69,7 +82,6 @@ def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
     raise Boom("the worker")
 
 
-@pytest.mark.asyncio
 async def test_the_users_task_is_not_cancelled_when_a_worker_dies() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -89,7 +101,6 @@ class CpuDeviceOf:
         await self.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_aclose_works_from_any_task_and_again() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -100,7 +111,6 @@ async def test_aclose_works_from_any_task_and_again() -> None:
                 pass
 
 
-@pytest.mark.asyncio
 async def test_cancelling_aclose_stops_the_waiting_and_closing_goes_on() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(host=16), device=device).__aenter__()
@@ -122,7 +132,6 @@ def begin(work: Coroutine[Any, Any, Any]) -> None:
     work.close()
 
 
-@pytest.mark.asyncio
 async def test_another_threads_call_raises() -> None:
     async with opened(settings(host=16)) as cache:
         await serve(cache, text(2))
@@ -153,7 +162,6 @@ async def test_another_threads_call_raises() -> None:
         kept.release()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> None:
     async with opened(settings()) as cache:
         tokens = text(3)
@@ -173,7 +181,6 @@ async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> No
             assert again.cached == 12
 
 
-@pytest.mark.asyncio
 async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> None:
     async with opened(settings()) as cache:
         loop = asyncio.get_running_loop()
@@ -187,7 +194,6 @@ async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> N
         assert (await cache.match(text(2))).device == 0
 
 
-@pytest.mark.asyncio
 async def test_a_core_that_refuses_an_outcome_closes_the_cache() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -195,3 +201,352 @@ async def test_a_core_that_refuses_an_outcome_closes_the_cache() -> None:
         with pytest.raises((InvariantViolation, CacheClosed)):
             await cache.match(text(1))
         assert isinstance((await cache.aclose()).error, InvariantViolation)
+
+
+# The supervisor's task or a worker's is cancelled by somebody else, as a loop that shuts down does: nobody is left
+# waiting.
+
+
+async def test_every_waiter_hears_of_a_supervisor_that_was_cancelled() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8), device=device).__aenter__()
+    lease = await cache.lease(text(8)).__aenter__()
+    waiting = asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__())
+    await until(lambda: len(parts(cache).driver.line) == 1)
+    supervisor = parts(cache).supervisor._task
+    assert supervisor is not None
+    supervisor.cancel()
+    with pytest.raises(CacheClosed):
+        await asyncio.wait_for(waiting, 60)
+    with pytest.raises(CacheClosed):
+        await cache.match(text(1))
+    lease.release()
+    report = await cache.aclose()
+    assert isinstance(report.error, asyncio.CancelledError)
+    await device.aclose()
+
+
+async def test_a_subscriber_that_raises_a_cancellation_closes_the_cache_as_any_error_of_it_does() -> None:
+    def subscriber(notice: object) -> None:
+        raise asyncio.CancelledError
+
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device, on_event=subscriber).__aenter__()
+    await serve(cache, text(2))
+    await until(lambda: cache.closed is not None)
+    assert "asynccache-events was cancelled" in str(cache.closed)
+    assert isinstance((await cache.aclose()).error, asyncio.CancelledError)
+    await device.aclose()
+
+
+async def test_a_worker_that_somebody_cancels_has_died_and_the_others_end() -> None:
+    deaths: list[BaseException] = []
+    supervisor = Supervisor(deaths.append)
+    await supervisor.start()
+    first = supervisor.spawn(asyncio.sleep(60), "first")
+    second = supervisor.spawn(asyncio.sleep(60), "second")
+    assert first is not None
+    assert second is not None
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([second])
+    assert [str(death) for death in deaths] == ["first was cancelled"]
+    await supervisor.stop()
+    assert not len(supervisor)
+
+
+async def test_a_supervisor_that_stops_when_told_did_not_die() -> None:
+    deaths: list[BaseException] = []
+    supervisor = Supervisor(deaths.append)
+    await supervisor.start()
+    await supervisor.stop()
+    assert not deaths
+
+
+def test_a_task_that_fails_is_what_the_supervisor_names_even_if_those_that_its_end_cancels_are_heard_first() -> None:
+    async def main(loop: SimulatedLoop) -> BaseException | None:
+        supervisor = Supervisor(lambda error: None)
+        await supervisor.start()
+        for number in range(10):
+            supervisor.spawn(asyncio.sleep(60), f"sleeps {number}")
+        supervisor.spawn(fails(), "fails")
+        await asyncio.sleep(1)
+        await supervisor.stop()
+        return supervisor.error
+
+    async def fails() -> None:
+        await asyncio.sleep(0.1)
+        raise KeyError
+
+    assert {type(simulate(main, seed)) for seed in range(20)} == {KeyError}
+
+
+# The slow parts of opening, measuring a GPU and pinning memory, leave the loop free.
+
+
+class Slow(CpuDevice):
+    """Memory that somebody has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go, self.ended = threading.Event(), threading.Event(), False
+
+    def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self.asked.set()
+        assert self.go.wait(60)
+        return super().host_tensor(shape)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self.ended = True
+
+
+async def begun(device: Slow, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[AsyncCache]:
+    """A cache on its way; the test goes on beside it."""
+    monkeypatch.setattr(worker_module, "open_device", lambda name: device)
+    opening = asyncio.create_task(AsyncCache(settings(device=8, host=8)).__aenter__())
+    await asyncio.to_thread(device.asked.wait, 60)
+    return opening
+
+
+async def test_the_loop_goes_on_while_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Slow()
+    opening = await begun(device, monkeypatch)
+    await turns(100)
+    assert not opening.done()
+    device.go.set()
+    cache = await opening
+    await cache.aclose()
+    assert device.ended
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["the call", "every task, as asyncio.run does"])
+async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(
+    every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, others = Slow(), asyncio.all_tasks()
+    opening = await begun(device, monkeypatch)
+    for task in asyncio.all_tasks() - others if every else {opening}:
+        task.cancel()
+    await turns(100)
+    assert not opening.done()
+    device.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert device.ended
+
+
+async def opened_turn_by_turn(device: CpuDevice) -> AsyncIterator[tuple[AsyncCache, asyncio.Task[AsyncCache]]]:
+    """Yield caches that are being opened, with the tasks that open them: each a turn later than the one before, and the
+    last one before its task is done."""
+    for later in range(1000):
+        cache = AsyncCache(settings(device=8, host=8), device=device)
+        opening = asyncio.create_task(cache.__aenter__())
+        while cache._worker is None:
+            await turns(1)
+        await turns(later)
+        if opening.done():
+            await cache.aclose()
+            return
+        yield cache, opening
+
+
+async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_opening_has_just_ended() -> None:
+    device, before = CpuDevice(), asyncio.all_tasks()
+    tried = 0
+    async for cache, opening in opened_turn_by_turn(device):
+        tried += 1
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert cache.closed == "the cache is not open"
+        assert cache._worker is None
+        assert asyncio.all_tasks() <= before
+    assert tried > 2
+    await device.aclose()
+
+
+async def test_closed_in_any_turn_while_it_is_opened_the_opener_hears_that_it_was_closed() -> None:
+    device, before = CpuDevice(), asyncio.all_tasks()
+    tried = 0
+    async for cache, opening in opened_turn_by_turn(device):
+        tried += 1
+        await cache.aclose()
+        with pytest.raises(CacheClosed, match="while it was being opened"):
+            await opening
+        assert cache.closed is not None
+        assert asyncio.all_tasks() <= before
+    assert tried > 2
+    await device.aclose()
+
+
+@pytest.mark.parametrize("turns_between", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("by", ["aclose", "cancel"])
+async def test_what_ends_an_opening_again_does_not_interrupt_its_clean_up(
+    turns_between: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, device, before = MemoryBackend(), Slow(), asyncio.all_tasks()
+    device.go.set()
+    monkeypatch.setattr(worker_module, "open_device", lambda name: device)
+    started = asyncio.Event()
+
+    async def start(parts: Head) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Head, "start", start)
+    cache = AsyncCache(settings(device=8, host=8), storage=backend)
+    opening = asyncio.create_task(cache.__aenter__())
+    await started.wait()
+    closing = [asyncio.create_task(cache.aclose())]
+    for _ in range(3):
+        await turns(turns_between)
+        if by == "cancel":
+            opening.cancel()
+        else:
+            closing.append(asyncio.create_task(cache.aclose()))
+    await asyncio.wait([opening, *closing])
+    assert device.ended
+    assert cache.closed == "the cache is not open"
+    assert opening.cancelled() if by == "cancel" else isinstance(opening.exception(), CacheClosed)
+    assert asyncio.all_tasks() <= before
+    await backend.aclose()
+
+
+async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
+    device = CpuDevice()
+    before = set(threading.enumerate())
+    for _ in range(5):
+        async with AsyncCache(settings(device=8, host=8), device=device) as cache:
+            await serve(cache, text(2))
+        with pytest.raises(ConfigError):
+            await AsyncCache(settings(device=8, host=8, storage="nowhere:"), device=device).__aenter__()
+        for thread in set(threading.enumerate()) - before:
+            if thread.name.startswith("asynccache-"):
+                await asyncio.to_thread(thread.join, 60)
+    assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("asynccache-")]
+    device.stream("engine")
+    assert len(device._streams) == 1
+    await device.aclose()
+
+
+async def held(cache: AsyncCache, device: CpuDevice) -> tuple[Lease, HostGate]:
+    """A lease that is loading, for as long as the gate is shut."""
+    await serve(cache, text(4))
+    await settled(cache)
+    await push_out(cache, 8)
+    gate = device.gate()
+    fence_all(cache, gate)
+    return await cache.lease(text(4, extra=1)).__aenter__(), gate
+
+
+async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+    lease, gate = await held(cache, device)
+    loading = asyncio.create_task(lease.loaded())
+    await turns()
+    lease.release()
+    closing = asyncio.create_task(cache.aclose())
+    await turns(1000)
+    assert not closing.done()
+    gate.open()
+    await closing
+    await asyncio.wait([loading])
+    await device.aclose()
+
+
+async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CpuDevice()
+    monkeypatch.setattr(head_module, "MOMENT", 0.05)
+    config = settings(device=8, host=16, close_timeout=0.05)
+    async with AsyncCache(config, device=device) as cache:
+        lease, _ = await held(cache, device)
+        lease.release()
+    await device.aclose()
+
+
+async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_streams_back() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+    lease, _ = await held(cache, device)
+    await turns()
+    lease.release()
+    closing = asyncio.create_task(cache.aclose())
+    await turns(1000)
+    assert cache._closer is not None
+    cache._closer.cancel()
+    await closing
+    with pytest.raises(CacheClosed):
+        local(cache).mover._backups.record()
+    await device.aclose()
+
+
+async def test_a_batch_that_is_refused_while_another_is_on_its_way_ends_the_cache() -> None:
+    """The worker waits for the first, and could not tell."""
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=12, host=64, close_timeout=0.05), device=device).__aenter__()
+    for seed in (1, 2):
+        await serve(cache, text(3, seed=seed))
+        await settled(cache)
+    await push_out(cache, 12)
+    mover, gate = local(cache).mover, device.gate()
+    fence_all(cache, gate)
+    one = await cache.lease(text(3, seed=1, extra=1)).__aenter__()
+    await turns(100)
+    two = await cache.lease(text(3, seed=2, extra=1)).__aenter__()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not this one")
+
+    mover.load = refuse  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="not this one"):
+        await two.layer(0)
+    with pytest.raises(CacheClosed):
+        await two.loaded()
+    gate.open()
+    one.release()
+    two.release()
+    report = await cache.aclose()
+    assert isinstance(report.error, ValueError)
+    await device.aclose()
+
+
+# Fail-stop holds for errors that only a compiled core raises: an argument of another type is the caller's error.
+# Modules that are compiled besides the core never wait, because compiled coroutines are not tested.
+
+
+async def test_an_argument_of_another_type_closes_the_cache() -> None:
+    cache = await AsyncCache(settings()).__aenter__()
+    driver = parts(cache).driver
+    call: Any = driver.core.truncate
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        driver.call_unlocked(call, None, "all")
+    with pytest.raises(CacheClosed):
+        async with cache.lease([1, 2, 3]):
+            pass
+    assert (await cache.aclose()).error is raised.value
+
+
+@pytest.mark.parametrize("module", compiled.ALSO)
+def test_what_is_compiled_besides_the_core_never_waits(module: str) -> None:
+    tree = ast.parse(Path(compiled.source_of(module)).read_text("utf-8"))
+    waiting = (ast.AsyncFunctionDef, ast.Await, ast.AsyncWith, ast.AsyncFor)
+    assert [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, waiting)] == []
+
+
+@pytest.mark.parametrize("number", [2**63, 2**80])
+async def test_an_integer_beyond_a_machine_word_is_refused_or_works_on_both_cores(number: int) -> None:
+    """Never an ``OverflowError``, which would close the cache of whoever asked."""
+    async with AsyncCache(settings()) as cache:
+        for wrong, options, error in (([1, number], {}, ConfigError), ([1], {"new_tokens": number}, CacheFull),
+                                      ([1], {"states": number}, ConfigError)):  # fmt: skip
+            given: Any = options
+            with pytest.raises(error, match=str(number) if error is ConfigError else "are asked for"):
+                await cache.lease(wrong, wait=False, **given).__aenter__()
+        async with cache.lease([1, 2, 3], chunk=number, swa_chunk=number, shared_tokens=number) as lease:
+            with pytest.raises(CacheFull):
+                await lease.extend(number)
+            with pytest.raises(ConfigError, match=str(number)):
+                lease.advance(number)
+            lease.truncate(number)

@@ -1,26 +1,41 @@
-"""The tree lock and the two queues: who may split a node, and how outcomes and completed prefetches reach the core."""
+"""The tree lock and the two queues: who may split a node, in which order, for how long."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import gc
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheClosed
+from asynccache import AsyncCache, CacheClosed, CacheFull
+from asynccache.config import CacheConfig
 from asynccache.core.audit import check
-from asynccache.core.plan import BackupHost, Outcome
+from asynccache.core.plan import BackupHost, More, Outcome, Plan
+from asynccache.core.settings import CoreConfig
 from asynccache.core.world import World
 from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.core_calls import acquire, holding
-from asynccache.runtime.driver import Driver
+from asynccache.runtime.driver import Driver, TreeLock
+from asynccache.runtime.head import FREEZE_EVERY
+from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 from tests.simulated.world import play
+
+# The tree lock and the two queues: who may split a node, and how outcomes and completed prefetches reach the core.
+
 
 SEEDS = range(8)
 
@@ -29,7 +44,6 @@ def splits(cache: AsyncCache) -> int:
     return cache.statistics().core.splits
 
 
-@pytest.mark.asyncio
 async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
@@ -38,7 +52,7 @@ async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -
     node = next(iter(core.world.roots.values())).children
     assert node
     with pytest.raises(InvariantViolation, match="tree lock"):
-        driver.unlocked(core.world.split, next(iter(node.values())), 2)
+        driver.call_unlocked(core.world.split, next(iter(node.values())), 2)
     assert splits(cache) == 0
     assert cache.closed is not None
     assert "tree lock" in cache.closed
@@ -48,19 +62,17 @@ async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
     with pytest.raises(InvariantViolation, match="nobody holds the tree lock"):
-        parts(cache).driver.locked(parts(cache).core.drain, parts(cache).core.walk())
+        parts(cache).driver.call_locked(parts(cache).core.drain, parts(cache).core.walk())
     assert cache.closed is not None
     await cache.aclose()
     await device.aclose()
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tree_lock() -> None:
     """Also if that task was handed the lock by another one. The tests see to that; the runtime saves the cost."""
     async with opened(settings(device=16)) as cache:
@@ -69,26 +81,25 @@ async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tre
 
         async def hold() -> None:
             async with holding(driver.lock):
-                driver.perform(driver.locked(driver.core.follow_up))
+                driver.perform(driver.call_locked(driver.core.follow_up))
                 handed.set()
                 await turns(3)
 
         async with holding(driver.lock):
-            driver.perform(driver.locked(driver.core.follow_up))
+            driver.perform(driver.call_locked(driver.core.follow_up))
             holder = asyncio.ensure_future(hold())
             gives_up = asyncio.ensure_future(hold())
             await turns(3)
             gives_up.cancel()
         await handed.wait()
         with pytest.raises(InvariantViolation, match="holds the tree lock"):
-            driver.locked(driver.core.follow_up)
+            driver.call_locked(driver.core.follow_up)
         await holder
         assert not driver.lock.locked()
         assert cache.closed is None
 
 
 @pytest.mark.source
-@pytest.mark.asyncio
 async def test_every_split_happens_while_the_lock_is_held_also_when_nobody_contends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,13 +126,13 @@ def play_all() -> None:
 
 
 def without_the_lock(driver: Driver, call: Callable[..., Any], *arguments: Any) -> Any:
-    return driver.unlocked(call, *arguments)
+    return driver.call_unlocked(call, *arguments)
 
 
 @pytest.mark.source
 def test_the_worlds_find_a_commit_that_does_not_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core call made as if it could not split: some world splits a node in it."""
-    monkeypatch.setattr(Driver, "locked", without_the_lock)
+    monkeypatch.setattr(Driver, "call_locked", without_the_lock)
     with pytest.raises(BaseException) as caught:
         play_all()
     assert "tree lock" in everything(caught.value)
@@ -138,7 +149,6 @@ def everything(error: BaseException | None) -> str:
 # what cannot await leaves its work to the next holder
 
 
-@pytest.mark.asyncio
 async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does() -> None:
     async with opened(settings(device=16)) as cache:
         lease = await cache.lease(text(4)).__aenter__()
@@ -152,7 +162,6 @@ async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does() -
         assert not parts(cache).core.behind
 
 
-@pytest.mark.asyncio
 async def test_where_nobody_takes_the_lock_the_ack_task_follows_up() -> None:
     async with opened(settings(device=16)) as cache:
         lease = await cache.lease(text(4)).__aenter__()
@@ -182,7 +191,6 @@ def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
 # the queue of outcomes
 
 
-@pytest.mark.asyncio
 async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_the_lock_first() -> None:
     async with opened(settings(host=16)) as cache:
         driver = parts(cache).driver
@@ -208,7 +216,6 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
             assert cache.statistics().core.operations["backup_host"] == 0
 
 
-@pytest.mark.asyncio
 async def test_a_grant_waits_for_no_queue() -> None:
     """However many outcomes wait, whoever finds the lock free applies them and is granted without one turn."""
     async with opened(settings(device=64, host=64)) as cache:
@@ -246,7 +253,6 @@ class SlowReads(MemoryBackend):
         return await super().get(keys, records)
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothing_waits_behind_it() -> None:
     storage, device = SlowReads(), CpuDevice()
     async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:
@@ -276,7 +282,6 @@ async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothin
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back() -> None:
     storage, device = SlowReads(), CpuDevice()
     async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:
@@ -302,3 +307,466 @@ async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back(
     computed.open()
     await storage.aclose()
     await device.aclose()
+
+
+# The tree lock by itself: first come, first served; taken without an await only while it is free; cancelled safely.
+
+
+async def test_it_is_taken_without_an_await_while_it_is_free_and_not_otherwise() -> None:
+    lock = TreeLock()
+    assert lock.take()
+    assert lock.locked()
+    assert not lock.take()
+    lock.release()
+    assert not lock.locked()
+    with pytest.raises(StopIteration):
+        acquire(lock).send(None)
+    assert lock.locked()
+
+
+def test_releasing_what_nobody_holds_is_a_bug() -> None:
+    with pytest.raises(RuntimeError, match="does not hold"):
+        TreeLock().release()
+
+
+async def test_it_passes_on_in_the_order_of_arrival_and_is_never_free_in_between() -> None:
+    lock, order = TreeLock(), list[int]()
+
+    async def work(number: int) -> None:
+        async with holding(lock):
+            order.append(number)
+            await asyncio.sleep(0)
+
+    lock.take()
+    tasks = [asyncio.ensure_future(work(number)) for number in range(5)]
+    await turns(2)
+    lock.release()
+    assert not lock.take(), "the first that waits has it already"
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2, 3, 4]
+    assert not lock.locked()
+
+
+async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_lock() -> None:
+    lock = TreeLock()
+    lock.take()
+    first, second, third = (asyncio.ensure_future(acquire(lock)) for _ in range(3))
+    await turns(2)
+    first.cancel()
+    lock.release()  # before the first could take itself out: the second has it
+    second.cancel()  # after it was handed over
+    await asyncio.gather(first, second, return_exceptions=True)
+    await third
+    assert lock.locked()
+    lock.release()
+    assert not lock.locked()
+
+
+async def test_a_coroutine_that_is_closed_while_it_waits_hands_nobody_elses_lock_on() -> None:
+    lock = TreeLock()
+    lock.take()
+    waits = asyncio.ensure_future(acquire(lock))
+    await turns(1)
+    closed = acquire(lock)
+    closed.send(None)
+    closed.close()
+    await turns(2)
+    assert not waits.done(), "the first holder has not released it"
+    lock.release()
+    await waits
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_never_two_holders_and_never_nobody_while_somebody_waits(seed: int) -> None:
+    random, lock, inside, served = Random(seed), TreeLock(), 0, 0
+
+    async def work() -> None:
+        nonlocal inside, served
+        if not lock.take():
+            await acquire(lock)
+        try:
+            inside += 1
+            assert inside == 1
+            for _ in range(random.randrange(3)):
+                await asyncio.sleep(0)
+            served += 1
+        finally:
+            inside -= 1
+            lock.release()
+
+    tasks = []
+    for _ in range(60):
+        tasks.append(asyncio.ensure_future(work()))
+        await turns(random.randrange(3))
+        if random.random() < 0.4:
+            random.choice(tasks).cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert not lock.locked()
+    assert served == sum(result is None for result in results)
+    assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+
+
+# Calls that go over the whole tree hold the tree lock for one slice at a time, so that requests go on between two.
+
+
+NODES = 40
+
+
+def take_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make slices so short that a few pages need several."""
+    usual = CacheConfig.core
+
+    def few(config: CacheConfig) -> CoreConfig:
+        return replace(usual(config), slice_steps=4)
+
+    monkeypatch.setattr(CacheConfig, "core", few)
+
+
+async def close(cache: AsyncCache) -> None:
+    await cache.aclose()
+
+
+async def detach(cache: AsyncCache) -> None:
+    await cache.detach_storage()
+
+
+async def flush(cache: AsyncCache) -> None:
+    await cache.flush()
+
+
+async def invalidate(cache: AsyncCache) -> None:
+    await cache.invalidate()
+
+
+async def reset(cache: AsyncCache) -> None:
+    await cache.reset()
+
+
+@pytest.mark.source
+@pytest.mark.parametrize("call", [close, detach, flush, invalidate, reset])
+async def test_between_two_slices_the_lock_is_free(
+    call: Callable[[AsyncCache], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_few_steps(monkeypatch)
+    storage = MemoryBackend()
+    async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage, idle=False) as cache:
+        for seed in range(NODES):
+            await serve(cache, text(1, seed))
+        await settled(cache)
+        driver, holds, slices = parts(cache).driver, 0, Counter[int]()
+        locked, release = driver.call_locked, TreeLock.release
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            answer = locked(*arguments, **more)
+            slices[holds] += isinstance(answer, More)
+            return answer
+
+        def released(lock: TreeLock) -> None:
+            nonlocal holds
+            holds += 1
+            release(lock)
+
+        driver.call_locked = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(TreeLock, "release", released)
+        await call(cache)
+        assert slices.total() >= NODES // 4 - 1
+        assert max(slices.values()) == 1
+    await storage.aclose()
+
+
+@pytest.mark.source
+async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while_it_went_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_few_steps(monkeypatch)
+    storage = MemoryBackend()
+    async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage) as cache:
+        for seed in range(NODES):
+            await serve(cache, text(1, seed), namespace="gone")
+        holder = await cache.lease(text(1, NODES - 1), namespace="gone").__aenter__()
+        await cache.flush()
+        assert storage.stats()["pages"] == NODES
+        await cache.invalidate("gone")
+        assert storage.stats()["pages"] == 0
+        holder.release()
+    await storage.aclose()
+
+
+# Two laws of the driver, seen from outside: outcomes that wait are applied before anything is decided on top of them,
+# and the effects of a core call are in the queues before any other task runs.
+
+
+CALLS = ("lease", "commit", "extend", "release", "advance", "truncate", "complete", "drain", "prefetch_open",
+         "prefetch_take_full", "prefetch_take_aux", "prefetch_commit", "prefetch_release")  # fmt: skip
+
+
+@asynccontextmanager
+async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcome]]:
+    """A backup has landed, and nobody has told the core."""
+    async with opened(settings(device=16, host=16)) as cache:
+        held: list[Outcome] = []
+        stage = local(cache).backup_host
+        post = stage._ended
+        stage._ended = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+        await serve(cache, text(4))
+        await until(lambda: len(held) == 1)
+        stage._ended = post
+        assert backups(cache) == 1
+        yield cache, held[0]
+
+
+def backups(cache: AsyncCache) -> int:
+    """In flight, as far as the core knows."""
+    return parts(cache).core.statistics().operations["backup_host"]
+
+
+def watch(cache: AsyncCache, call: str) -> list[int]:
+    """Backups in flight at each call of the core from now on."""
+    core, seen = parts(cache).core, list[int]()
+    inner = getattr(core, call)
+
+    def spy(*arguments: Any, **more: Any) -> Any:
+        seen.append(backups(cache))
+        return inner(*arguments, **more)
+
+    setattr(core, call, spy)
+    return seen
+
+
+async def enter(cache: AsyncCache) -> None:
+    async with cache.lease(text(4, seed=2)):
+        pass
+
+
+async def look(cache: AsyncCache) -> None:
+    await cache.match(text(4))
+
+
+@pytest.mark.source
+@pytest.mark.parametrize(("use", "call"), [(enter, "lease"), (look, "match")])
+async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
+    use: Callable[[AsyncCache], Awaitable[None]], call: str
+) -> None:
+    async with with_an_outcome_that_waits() as (cache, outcome):
+        driver = parts(cache).driver
+        async with holding(driver.lock):
+            using = asyncio.ensure_future(use(cache))
+            await turns()  # it is in line for the lock, before the ack task
+            seen = watch(cache, call)
+            driver.post(outcome)
+        await using
+        assert seen[0] == 0
+
+
+@pytest.mark.source
+@pytest.mark.parametrize("call", ["commit", "extend"])
+async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: str) -> None:
+    async with with_an_outcome_that_waits() as (cache, outcome):
+        driver, tokens = parts(cache).driver, text(2, seed=3)
+        async with cache.lease(tokens) as lease:
+            compute(cache, lease, tokens)
+            async with holding(driver.lock):
+                using = asyncio.ensure_future(lease.commit(tokens) if call == "commit" else lease.extend(1))
+                await turns()
+                seen = watch(cache, call)
+                driver.post(outcome)
+            await using
+            assert seen[0] == 0
+
+
+@pytest.mark.source
+async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
+    async with with_an_outcome_that_waits() as (cache, outcome):
+        seen = watch(cache, "lease")
+        parts(cache).driver.post(outcome)
+        entering = cache.lease(text(4, seed=2)).__aenter__()
+        with pytest.raises(StopIteration) as entered:
+            entering.send(None)  # without one turn of the loop
+        assert seen == [0]
+        entered.value.value.release()
+
+
+@pytest.mark.source
+@pytest.mark.slow(1)
+async def test_between_two_slices_what_waits_is_applied() -> None:
+    async with opened(settings(device=2404, host=2404)) as cache:
+        for seed in range(800):
+            await serve(cache, text(3, seed))
+        await settled(cache)
+        held: list[Outcome] = []
+        stage = local(cache).backup_host
+        post = stage._ended
+        stage._ended = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+        await serve(cache, text(4, seed=5000))
+        await until(lambda: len(held) == 1)
+        stage._ended = post
+        seen = watch(cache, "lease")
+        entering = asyncio.create_task(cache.lease(text(2400, seed=9999)).__aenter__())
+        await asyncio.sleep(0)
+        assert parts(cache).driver.lock.locked(), "the grant takes several slices"
+        before = len(seen)
+        assert seen == [1] * before
+        parts(cache).driver.post(held[0])  # the ack task cannot come by
+        (await entering).release()
+        assert seen[before:] == [0] * (len(seen) - before) != []
+
+
+class Promptness:
+    """Fails when a plan with effects is not performed in the turn of the loop in which the core made it."""
+
+    def __init__(self, cache: AsyncCache) -> None:
+        self.plans = 0
+        self.late: list[str] = []
+        self._performed: set[int] = set()
+        self._kept: list[Plan] = []
+        core, driver = parts(cache).core, parts(cache).driver
+        for name in CALLS:
+            setattr(core, name, self._watched(name, getattr(core, name)))
+        perform = driver.perform
+
+        def spy(plan: Plan, *more: Any, **named: Any) -> None:
+            self._performed.add(id(plan))
+            perform(plan, *more, **named)
+
+        driver.perform = spy  # type: ignore[method-assign]
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*arguments: Any, **named: Any) -> Any:
+            answer = call(*arguments, **named)
+            plan = answer if isinstance(answer, Plan) else getattr(answer, "plan", None)
+            if isinstance(plan, Plan) and (plan.effects or plan.ended):
+                self.plans += 1
+                self._kept.append(plan)  # ids stay unique
+                asyncio.get_running_loop().call_soon(self._look, name, plan)
+            return answer
+
+        return spy
+
+    def _look(self, name: str, plan: Plan) -> None:
+        if id(plan) not in self._performed:
+            self.late.append(name)
+
+
+async def contend(lock: TreeLock) -> None:
+    for _ in range(200):
+        async with holding(lock):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.source
+async def test_what_the_core_decides_is_in_the_queues_before_anybody_else_runs() -> None:
+    storage = MemoryBackend()
+    for _ in range(2):
+        async with opened(settings(device=24, host=32, swa=24, mamba=40), storage=storage) as cache:
+            prompt = Promptness(cache)
+
+            async def request(number: int) -> None:
+                tokens = text(2) + text(3, number % 6)
+                async with cache.lease(tokens, new_tokens=PAGE) as lease:
+                    await lease.loaded()
+                    await grow(lease, tokens)
+
+            await asyncio.gather(contend(parts(cache).driver.lock), *(request(number) for number in range(24)))
+            await cache.flush()
+            assert prompt.late == []
+            assert prompt.plans > 50
+    await storage.aclose()
+
+
+async def grow(lease: Lease, tokens: list[int]) -> None:
+    await lease.commit(tokens[: 3 * PAGE])
+    with suppress(CacheFull):
+        await lease.extend(1)
+    lease.advance(len(tokens))
+    await lease.commit(tokens)
+    lease.truncate(len(tokens))
+
+
+@pytest.mark.parametrize("call", ["commit", "extend"])
+async def test_a_call_cancelled_at_any_turn_after_it_waited_for_the_lock_is_done_or_undone(call: str) -> None:
+    async with opened(settings(device=16, host=64)) as cache:
+        driver, turn, running = parts(cache).driver, 0, True
+        while running:
+            tokens = text(3, seed=turn)
+            async with cache.lease(tokens) as lease:
+                compute(cache, lease, tokens)
+                async with holding(driver.lock):
+                    using = asyncio.ensure_future(lease.commit(tokens) if call == "commit" else lease.extend(PAGE))
+                    await turns()
+                await turns(turn)
+                running = not using.done()
+                using.cancel()
+                await asyncio.gather(using, return_exceptions=True)
+                assert lease.pages.size in ((3,) if call == "commit" else (3, 4))
+            await settled(cache)
+            check(parts(cache).core, idle=True)
+            match = await cache.match(tokens)
+            assert (match.device, match.host) in {(0, 0), (3 * PAGE, 3 * PAGE)}
+            turn += 1
+            assert turn < 50
+
+
+# When outcomes take effect, and what the garbage collector is told.
+
+
+async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
+    async with opened(settings(host=16)) as cache:
+        driver = parts(cache).driver
+        await serve(cache, text(4))
+        async with holding(driver.lock):  # the ack task cannot come by
+            await until(lambda: driver.unapplied == 1)
+            assert cache.statistics().core.operations["backup_host"] == 1
+            driver.apply_outcomes()
+            assert cache.statistics().core.operations["backup_host"] == 0
+
+
+@pytest.mark.source
+async def test_the_ack_task_drains_everything_at_once() -> None:
+    async with opened(settings(device=64, host=64)) as cache:
+        driver, calls = parts(cache).driver, []
+        complete = parts(cache).core.complete
+
+        def spy(outcomes: Sequence[Outcome]) -> object:
+            calls.append(len(outcomes))
+            return complete(outcomes)
+
+        parts(cache).core.complete = spy  # type: ignore[method-assign,assignment]
+        for seed in range(5):
+            await serve(cache, text(2, seed))
+        await acquire(driver.lock)
+        waiting = driver.unapplied + len(driver.saving)
+        await until(lambda: driver.unapplied == len(driver.saving))
+        calls.clear()
+        driver.lock.release()
+        await until(lambda: not driver.saving)
+        assert waiting
+        assert len(calls) == 1
+
+
+async def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> None:
+    async with opened(settings(freeze_gc=True)) as cache:
+        head = parts(cache)
+        try:
+            before = gc.get_freeze_count()
+            for head.commits in range(0, FREEZE_EVERY, 100):
+                head._freeze()
+            assert gc.get_freeze_count() <= before  # less: what was frozen may be freed
+            head.commits = FREEZE_EVERY
+            head._freeze()
+            assert gc.get_freeze_count() > before
+        finally:
+            gc.unfreeze()
+
+
+def test_torch_comes_with_the_first_cache_and_not_before() -> None:
+    code = (
+        "import sys, asynccache as a; a.CacheConfig; a.CacheFull; a.AsyncCache; assert 'torch' not in sys.modules;"
+        "a.AsyncCache(a.CacheConfig(model='m', components=(a.Full(bytes_per_token=4, device_tokens=16),)));"
+        "assert 'torch' in sys.modules; assert set(a.__all__) == set(dir(a))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=_root())
+
+
+def _root() -> Path:
+    return Path(__file__).parents[2]

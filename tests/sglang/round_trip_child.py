@@ -1,9 +1,10 @@
 """A process that serves requests with SGLang's own cache and controller; tests run it twice, with the same folder.
 
-    python -m tests.sglang.round_trip_child write|read FOLDER
+    python -m tests.sglang.round_trip_child write|read|upgraded|declared FOLDER
 
 It prints a line of JSON for each model: ``write`` what was found in L2 and in L3 within the process, ``read`` what was
-found in L3 by a process that never computed any of it.
+found in L3 by a process that never computed any of it, ``upgraded`` the same for a SGLang that calls itself another
+version, ``declared`` for one whose user has said that its pages are those of the version that wrote them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from tests.sglang import standins
 
 standins.install()
+
+import sglang
 
 from tests.sglang.tiny_engine import Tiny, prompt
 
@@ -46,10 +49,13 @@ def read(tiny: Tiny) -> dict[str, int]:
 
 
 def main(what: str, folder: str, names: list[str]) -> None:
+    added = {"compatible_with": sglang.__version__} if what == "declared" else {}
+    if what in ("upgraded", "declared"):
+        sglang.__version__ = "99.0"
     for name in names or MODELS:
         told: dict[str, Any] = {"model": name}
         try:
-            tiny = Tiny(*MODELS[name], extra=options(name, folder))
+            tiny = Tiny(*MODELS[name], extra=options(name, folder) | added)
             told |= {"pools": {pool.name: type(pool.source).__name__ for pool in tiny.storage._pools.values()}}
             told |= (write if what == "write" else read)(tiny)
             tiny.drain()

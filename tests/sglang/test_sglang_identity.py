@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from asynccache_sglang import identity
@@ -19,7 +20,7 @@ KIND = PageMake("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096),
 @pytest.mark.parametrize(
     "changed",
     [
-        {"weights": "digest 0"}, {"model_name": "other"}, {"server": SERVER._replace(sglang="0.5.24")},
+        {"weights": "digest 0"}, {"model_name": "other"},
         {"server": SERVER._replace(quantization="fp8")}, {"server": SERVER._replace(kv_cache_dtype="fp8_e5m2")},
         {"server": SERVER._replace(json_model_override_args='{"rope_theta": 5e5}')},
         {"server": SERVER._replace(device="hip (9, 4)")},
@@ -38,9 +39,10 @@ def test_whatever_changes_the_pages_changes_the_namespace(changed: dict[str, obj
 
 @pytest.mark.parametrize(
     "server",
-    [SERVER._replace(model_path="/elsewhere"), SERVER._replace(revision="v2"), SERVER._replace(load_format="pt")],
+    [SERVER._replace(model_path="/elsewhere"), SERVER._replace(revision="v2"), SERVER._replace(load_format="pt"),
+     SERVER._replace(sglang="0.5.24")],
 )
-def test_where_the_weights_lie_does_not(server: ServerOptions) -> None:
+def test_where_the_weights_lie_and_a_version_do_not(server: ServerOptions) -> None:
     made = [identity.namespace("digest 1", "model", one, SHARD) for one in (server, SERVER)]
     assert made[0] == made[1]
 
@@ -50,6 +52,7 @@ def test_where_the_weights_lie_does_not(server: ServerOptions) -> None:
     [
         KIND._replace(layout="layer_first parts"), KIND._replace(dtypes=("dtype torch.float16",)),
         KIND._replace(page_size=32), KIND._replace(parts=(2048, 6144)), KIND._replace(sharded=False),
+        KIND._replace(sglang="0.5.23"),
     ],
 )  # fmt: skip
 def test_whatever_changes_a_pools_pages_changes_its_keys(kind: PageMake) -> None:
@@ -97,3 +100,49 @@ def test_where_neither_can_be_had_it_is_refused_in_a_sentence(server: ServerOpti
     with pytest.raises(ConfigError, match=why) as caught:
         identity.weights(SglangOptions(("memory:",)), server)
     assert '"namespace" to a text that you change whenever the weights change' in str(caught.value)
+
+
+def mha_pool(**changed: object) -> object:
+    """What a host pool of K and V says about itself."""
+    rows = SimpleNamespace(scales=None, buffers=SimpleNamespace(layout=SimpleNamespace(value="nhd")))
+    said = {"storage_format_tag": None, "_buffer_infos": (rows,), "head_group_num": 1}
+    return type("MHATokenToKVPoolHost", (), said | changed)()
+
+
+def mla_pool(**changed: object) -> object:
+    said = {"storage_format_tag": None, "dsa_kv_cache_store_fp8": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+            "kv_cache_dim": 576, "layer_num": 2, "target_layer_num": 2}  # fmt: skip
+    return type("MLATokenToKVPoolHost", (), said | changed)()
+
+
+def test_the_order_of_plain_pages_is_known() -> None:
+    for dtype in (None, "auto", "bfloat16", "fp8_e4m3"):
+        assert identity.order_is_known(mha_pool(), dtype)
+        assert identity.order_is_known(mla_pool(), dtype)
+
+
+HND = SimpleNamespace(scales=None, buffers=SimpleNamespace(layout=SimpleNamespace(value="hnd")))
+SCALED = SimpleNamespace(scales=object(), buffers=SimpleNamespace(layout=SimpleNamespace(value="nhd")))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        object(), mha_pool(_buffer_infos=(HND,)), mha_pool(_buffer_infos=(SCALED,)), mha_pool(_buffer_infos=()),
+        mha_pool(_buffer_infos=(HND, HND)), mha_pool(head_group_num=2), mha_pool(storage_format_tag="envelopes"),
+        mla_pool(dsa_kv_cache_store_fp8=True), mla_pool(kv_cache_dim=656), mla_pool(layer_num=3),
+        mla_pool(storage_format_tag="envelopes"), type("MambaPoolHost", (), {"storage_format_tag": None})(),
+        type("MHATokenToKVPoolHost", (), {})(), type("MLATokenToKVPoolHost", (), {"storage_format_tag": None})(),
+    ],
+)  # fmt: skip
+def test_the_order_of_other_pages_is_not(pool: object) -> None:
+    assert not identity.order_is_known(pool, "auto")
+
+
+def test_codes_are_no_values() -> None:
+    assert not identity.order_is_known(mha_pool(), "fp4_e2m1")
+
+
+def test_the_order_of_rows_on_the_device_is_told() -> None:
+    assert [identity.rows_of(pool) for pool in (mha_pool(), mha_pool(_buffer_infos=(HND,)), object())] == [
+        "nhd", "hnd", None]

@@ -22,9 +22,10 @@ def test_all_options() -> None:
     given = {
         "storage": ["memory:", "file:/var/kv"], "namespace": "7b 2026-11", "model": "/models/7b", "timeout": 2,
         "lookup_timeout": 0.5, "staging": "64MiB", "store_options": {"concurrency": 4},
+        "compatible_with": "0.5.23",
     }  # fmt: skip
     assert resolve(NAMED | given) == SglangOptions(
-        ("memory:", "file:/var/kv"), "7b 2026-11", "/models/7b", 2.0, 0.5, 64 << 20, {"concurrency": "4"}
+        ("memory:", "file:/var/kv"), "7b 2026-11", "/models/7b", 2.0, 0.5, 64 << 20, {"concurrency": "4"}, "0.5.23"
     )
 
 
@@ -38,6 +39,8 @@ def test_all_options() -> None:
         ({"storage": ["memory:", 7]}, "storage=.* must be the URL"),
         ({"storage": "memory:", "namespace": ""}, "namespace='' must not be empty"),
         ({"storage": "memory:", "namespace": 7}, "namespace=7 must be text"),
+        ({"storage": "memory:", "compatible_with": 5}, "compatible_with=5 must be text"),
+        ({"storage": "memory:", "compatible_with": "sglang"}, "compatible_with='sglang' must be a version"),
         ({"storage": "memory:", "model": 7}, "model=7 must be text"),
         ({"storage": "memory:", "timeout": 0}, "timeout=0 must be above 0"),
         ({"storage": "memory:", "timeout": "1"}, "timeout='1' must be a number"),

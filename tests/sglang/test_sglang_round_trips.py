@@ -43,14 +43,14 @@ def child(*arguments: str) -> Told:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[tuple[Told, Told]]:
-    """One that writes and then one that reads."""
+def processes() -> Iterator[tuple[Told, ...]]:
+    """One that writes and then three that read, the last two with another version of SGLang."""
     with TemporaryDirectory() as folder:
-        yield child("write", folder), child("read", folder)
+        yield tuple(child(what, folder) for what in ("write", "read", "upgraded", "declared"))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_pages_come_back_from_the_host_and_from_the_store(processes: tuple[Told, Told], model: str) -> None:
+def test_pages_come_back_from_the_host_and_from_the_store(processes: tuple[Told, ...], model: str) -> None:
     told = processes[0][model]
     assert "error" not in told, told["error"]
     assert told["pools"] == POOLS[model]
@@ -58,14 +58,24 @@ def test_pages_come_back_from_the_host_and_from_the_store(processes: tuple[Told,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_new_process_finds_what_another_one_stored(processes: tuple[Told, Told], model: str) -> None:
+def test_a_new_process_finds_what_another_one_stored(processes: tuple[Told, ...], model: str) -> None:
     told = processes[1][model]
     assert "error" not in told, told["error"]
     assert told["L3"] == PROMPT
     assert told["other"] == 0
 
 
-def test_a_prompt_that_forks_off_is_found_up_to_the_fork(processes: tuple[Told, Told]) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_another_version_finds_what_it_cannot_have_laid_out_otherwise(
+    processes: tuple[Told, ...], model: str
+) -> None:
+    upgraded, declared = (told[model] for told in processes[2:])
+    assert "error" not in upgraded, upgraded["error"]
+    assert upgraded["L3"] == (0 if model == "mamba" else PROMPT)
+    assert declared["L3"] == PROMPT, declared
+
+
+def test_a_prompt_that_forks_off_is_found_up_to_the_fork(processes: tuple[Told, ...]) -> None:
     told = processes[1]
     assert {model: told[model]["fork"] for model in ("full", "mla")} == dict.fromkeys(
         ("full", "mla"), 12

@@ -37,7 +37,8 @@ from tests.sglang import kernels
 PAGE = 4
 TOKENS = 64
 WINDOW = 2 * PAGE
-PATIENCE = 60.0
+PATIENCE = 300.0
+"""A machine's first prefetch compiles SGLang's hashes from C++, which takes a minute of a busy one."""
 POISON = 0xAB
 DTYPE = torch.bfloat16
 

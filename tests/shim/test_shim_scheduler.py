@@ -1,33 +1,33 @@
-"""The scheduler on the real cache: batching, hits from every tier, growth, retraction, priorities, aborts, failures."""
+"""The scheduler on the real cache, its leases and checkpoints, and the example of docs/scheduler.md."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import Finish, Limits, Request, Scheduler, SchedulerConfig, State
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
+from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
 from asynccache.testing.slow_backend import SlowBackend
-from tests.shim.shim_kit import (
-    PAGE,
-    PatternModel,
-    Served,
-    config,
-    continuation,
-    hits,
-    push_out,
-    serving,
-    text,
-)
-from tests.waiting import until
+from tests.shim.shim_kit import PAGE, PatternModel, Served, config, continuation, hits, push_out, serving, text
+from tests.waiting import turns, until
+
+# The scheduler on the real cache: batching, hits from every tier, growth, retraction, priorities, aborts, failures.
+
 
 KINDS: list[Any] = [{}, {"swa": 32}, {"swa": 32, "mamba": 8}, {"mamba": 8}]
 
@@ -47,7 +47,6 @@ async def held_up(served: Served) -> AsyncIterator[None]:
 # streams and hits
 
 
-@pytest.mark.asyncio
 async def test_a_request_streams_what_the_model_says() -> None:
     async with serving(config()) as served:
         request = served.ask(text(3, extra=1), 6)
@@ -56,7 +55,6 @@ async def test_a_request_streams_what_the_model_says() -> None:
         assert request.finish is Finish.LENGTH
 
 
-@pytest.mark.asyncio
 async def test_a_stop_token_ends_the_output() -> None:
     expected = continuation(text(3), 8)
     stop = expected[4]
@@ -66,7 +64,6 @@ async def test_a_stop_token_ends_the_output() -> None:
         assert request.finish is Finish.STOP
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_a_prefix_is_computed_once(more: Any) -> None:
     async with serving(config(64, **more), step_tokens=16) as served:
@@ -79,7 +76,6 @@ async def test_a_prefix_is_computed_once(more: Any) -> None:
         assert served.model.computed - computed == 2 + 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_a_prefix_comes_back_from_the_host(more: Any) -> None:
     async with serving(config(64, 256, **more), step_tokens=16) as served:
@@ -93,7 +89,6 @@ async def test_a_prefix_comes_back_from_the_host(more: Any) -> None:
         assert hits(again).host == 20 * PAGE
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_a_conversation_goes_on_from_its_own_output(more: Any) -> None:
     async with serving(config(64, **more)) as served:
@@ -103,7 +98,6 @@ async def test_a_conversation_goes_on_from_its_own_output(more: Any) -> None:
         assert hits(again).device == 6 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_that_has_ended_leaves_first() -> None:
     async with serving(config(20)) as served:
         await served.answer(text(6, extra=1), 1)
@@ -112,7 +106,6 @@ async def test_a_conversation_that_has_ended_leaves_first() -> None:
         assert hits(await served.answer(text(6, extra=1), 1)).device == 6 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_namespaces_never_meet() -> None:
     async with serving(config()) as served:
         for key in (None, "a", "b"):
@@ -121,7 +114,6 @@ async def test_namespaces_never_meet() -> None:
         assert hits(await served.answer(text(8), 3, namespace="a")).device == 7 * PAGE
 
 
-@pytest.mark.asyncio
 async def test_requests_at_the_same_time_share_a_step() -> None:
     async with serving(config(64), step_tokens=64) as served:
         prompts = [text(3, seed=i) for i in range(4)]
@@ -135,7 +127,6 @@ async def test_requests_at_the_same_time_share_a_step() -> None:
 # chunks
 
 
-@pytest.mark.asyncio
 async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on() -> None:
     async with serving(config(64), step_tokens=20, max_running=4) as served:
         short = served.ask(text(1), 30)
@@ -148,7 +139,6 @@ async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on() ->
         assert len(mixed) >= 5
 
 
-@pytest.mark.asyncio
 async def test_states_are_kept_where_chunks_end() -> None:
     async with serving(config(64, mamba=16), step_tokens=16, max_running=4) as served:
         await served.answer(text(12), 2)
@@ -158,13 +148,11 @@ async def test_states_are_kept_where_chunks_end() -> None:
         assert hits(branch).device == 32
 
 
-@pytest.mark.asyncio
 async def test_without_a_slot_for_it_a_checkpoint_is_left_out() -> None:
     async with serving(config(64, mamba=2), step_tokens=16, max_running=4) as served:
         await asyncio.gather(*(served.answer(text(12, seed=i), 6) for i in range(3)))
 
 
-@pytest.mark.asyncio
 async def test_a_long_output_holds_one_window() -> None:
     window = 3 * PAGE
     async with serving(config(64, swa=8, window=window), step_tokens=24) as served:
@@ -174,7 +162,6 @@ async def test_a_long_output_holds_one_window() -> None:
         assert max(present[50:]) <= 3 + 2 + 1
 
 
-@pytest.mark.asyncio
 async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
     async with serving(config(64, mamba=16), checkpoint_every=20) as served:
         await served.answer(text(3), 80)
@@ -182,7 +169,6 @@ async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
         assert kept == [8, 12, 32, 52, 72]
 
 
-@pytest.mark.asyncio
 async def test_decoding_goes_on_beside_the_prefill_of_a_more_important_one() -> None:
     async with serving(config(64), step_tokens=20, max_running=4) as served:
         low = served.ask(text(1), 60)
@@ -193,7 +179,6 @@ async def test_decoding_goes_on_beside_the_prefill_of_a_more_important_one() -> 
         assert all(any(w.request_id == 1 for w in b.chunks) for b in beside)
 
 
-@pytest.mark.asyncio
 async def test_what_two_computed_at_once_is_kept_once() -> None:
     async with serving(config(32), max_running=2) as served:
         both = [served.ask(text(8), 30) for _ in range(2)]
@@ -208,7 +193,6 @@ async def test_what_two_computed_at_once_is_kept_once() -> None:
 # admission
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_longer_than_the_pools_is_refused_before_anything_is_taken() -> None:
     async with serving(config(8)) as served:
         with pytest.raises(CacheFull):
@@ -216,7 +200,6 @@ async def test_a_prompt_longer_than_the_pools_is_refused_before_anything_is_take
         await served.answer(text(8), 1)
 
 
-@pytest.mark.asyncio
 async def test_alone_a_request_is_admitted_beside_the_window_of_its_own_prefix() -> None:
     """An SWA pool of two windows, one of them pinned by the request's own prefix: its formula asks for more than the
     other one. Its chunk is cut, and the prefix is still a hit."""
@@ -228,7 +211,6 @@ async def test_alone_a_request_is_admitted_beside_the_window_of_its_own_prefix()
         assert max(w.stop - w.start for w in served.model.batches[2].chunks) <= window
 
 
-@pytest.mark.asyncio
 async def test_the_important_one_goes_first() -> None:
     async with serving(config(64), max_running=1, preempt=False) as served:
         first = served.ask(text(2), 4)
@@ -245,7 +227,6 @@ async def _note(order: list[str], name: str, request: Request) -> None:
     order.append(name)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_a_running_request_gives_way_to_a_more_important_one_and_goes_on_later(more: Any) -> None:
     async with serving(config(16, 64, **more), max_running=4) as served:
@@ -257,7 +238,6 @@ async def test_a_running_request_gives_way_to_a_more_important_one_and_goes_on_l
         assert low.retractions >= 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_growth_beyond_the_device_retracts_the_newest_which_goes_on_from_the_cache(more: Any) -> None:
     async with serving(config(16, 64, **more), max_running=2) as served:
@@ -272,7 +252,6 @@ async def test_growth_beyond_the_device_retracts_the_newest_which_goes_on_from_t
             assert served.model.computed <= once + new.retractions * (PAGE + 1), "it was computed anew"
 
 
-@pytest.mark.asyncio
 async def test_the_model_hears_who_is_gone() -> None:
     async with serving(config(16, 64), max_running=2) as served:
         requests = [served.ask(text(4, seed=i), 40) for i in range(2)]
@@ -286,7 +265,6 @@ async def test_the_model_hears_who_is_gone() -> None:
 # storage
 
 
-@pytest.mark.asyncio
 async def test_storage_is_read_at_arrival() -> None:
     store = MemoryBackend()
     async with serving(config(32, 64), storage=store) as served:
@@ -299,7 +277,6 @@ async def test_storage_is_read_at_arrival() -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_that_was_refused_for_now_is_tried_again() -> None:
     """The quota lets one of these in at a time."""
     store = MemoryBackend()
@@ -315,7 +292,6 @@ async def test_a_prefetch_that_was_refused_for_now_is_tried_again() -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_storage_is_overtaken_and_a_timeout_ends_its_waiting() -> None:
     store = MemoryBackend()
     async with serving(config(32, 64), storage=store) as served:
@@ -333,7 +309,6 @@ async def test_who_waits_for_storage_is_overtaken_and_a_timeout_ends_its_waiting
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_an_abort_gives_up_the_prefetch() -> None:
     store = MemoryBackend()
     async with serving(config(32, 64), storage=store) as served:
@@ -348,7 +323,6 @@ async def test_an_abort_gives_up_the_prefetch() -> None:
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_request_whose_pages_fail_to_arrive_enters_again() -> None:
     device = CpuDevice(faults=Faults(fail_at=frozenset({1})))
     async with serving(config(32, 64, write_policy="write_through"), device=device) as served:
@@ -360,7 +334,6 @@ async def test_a_request_whose_pages_fail_to_arrive_enters_again() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_whose_load_is_declined_after_admission_counted_it_is_computed_within_the_budget() -> None:
     """SGLang#39839. The match says that the host has it all; the lease declines to load so little."""
     prompt, budget = text(20, extra=1), 16
@@ -385,7 +358,6 @@ async def test_a_prompt_whose_load_is_declined_after_admission_counted_it_is_com
 # aborts and ends
 
 
-@pytest.mark.asyncio
 async def test_an_abort_while_the_model_runs_gives_back_when_it_has_run() -> None:
     async with serving(config(64)) as served:
         request = served.ask(text(3), 30)
@@ -400,7 +372,6 @@ async def test_an_abort_while_the_model_runs_gives_back_when_it_has_run() -> Non
         assert hits(await served.answer(text(3, extra=1), 1)).device == 3 * PAGE  # what it had computed is not lost
 
 
-@pytest.mark.asyncio
 async def test_an_abort_in_the_queue_and_before_a_step() -> None:
     async with serving(config(16), max_running=1) as served:
         never = served.ask(text(3), 3)
@@ -414,7 +385,6 @@ async def test_an_abort_in_the_queue_and_before_a_step() -> None:
     assert served.model.computed == 12 + 7
 
 
-@pytest.mark.asyncio
 async def test_an_abort_while_it_waits_alone_in_line_lets_the_next_one_in() -> None:
     async with serving(config(16)) as served:
         async with served.cache.lease(text(12)):  # another user of the cache
@@ -425,7 +395,6 @@ async def test_an_abort_while_it_waits_alone_in_line_lets_the_next_one_in() -> N
         assert big.finish is Finish.ABORTED
 
 
-@pytest.mark.asyncio
 async def test_the_loop_is_never_blocked_by_the_model() -> None:
     async with serving(config(64)) as served:
         request = served.ask(text(3), 2)
@@ -439,7 +408,6 @@ async def test_the_loop_is_never_blocked_by_the_model() -> None:
         assert len(served.model.threads) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_raises_ends_its_requests_and_nothing_else() -> None:
     async with serving(config(64)) as served:
         served.model.fail = RuntimeError("no more memory on this card")
@@ -451,7 +419,6 @@ async def test_a_model_that_raises_ends_its_requests_and_nothing_else() -> None:
         assert sum(hits(await served.answer(text(8), 2))) == 0
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
     async with serving(config(64), max_running=1) as served:
         running, waiting = served.ask(text(3), 200 - 12), served.ask(text(3, seed=1), 3)
@@ -463,7 +430,6 @@ async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
         await served.scheduler.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_close_that_is_cancelled_goes_on_and_ends_the_models_thread() -> None:
     before = set(threading.enumerate())
     async with serving(config(64)) as served:
@@ -480,7 +446,6 @@ async def test_a_close_that_is_cancelled_goes_on_and_ends_the_models_thread() ->
         assert request.finish is Finish.ABORTED
 
 
-@pytest.mark.asyncio
 async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -> None:
     async with AsyncCache(config(64)) as cache:
         scheduler = Scheduler(cache, PatternModel(cache), SchedulerConfig(step_tokens=64, max_running=2))
@@ -494,7 +459,6 @@ async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -
             await scheduler.__aexit__(None, None, None)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("more", KINDS)
 async def test_steps_by_hand_and_a_cancelled_step_loses_nothing(more: Any) -> None:
     async with AsyncCache(config(64, **more)) as cache:
@@ -520,7 +484,6 @@ async def test_steps_by_hand_and_a_cancelled_step_loses_nothing(more: Any) -> No
         assert cache.statistics().leases == 0
 
 
-@pytest.mark.asyncio
 async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
     async with serving(config(64)) as served:
         running, waiting = served.ask(text(3), 200), served.ask(text(3, seed=1), 200)
@@ -538,7 +501,6 @@ async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
             served.ask(text(1), 1)
 
 
-@pytest.mark.asyncio
 async def test_bad_input_is_refused() -> None:
     with pytest.raises(ConfigError):
         Request([])
@@ -552,3 +514,207 @@ async def test_bad_input_is_refused() -> None:
             served.scheduler.submit(request)
         with pytest.raises(ConfigError):
             Scheduler(served.cache, served.model, SchedulerConfig(step_tokens=8, max_running=8))
+
+
+# The abilities of a lease that the scheduler needs: a chunk at a time, states on demand, waiting for backups and
+# nothing else.
+
+
+async def put(cache: AsyncCache, tokens: list[int]) -> None:
+    async with cache.lease(tokens) as lease:
+        await lease.loaded()
+        await lease.commit(tokens)
+    await cache.flush()
+
+
+async def test_a_chunk_is_counted_from_where_the_cache_ends() -> None:
+    async with AsyncCache(config(32, swa=32, window=8)) as cache:
+        await put(cache, text(5))
+        async with cache.lease(text(20), new_tokens=8, chunk=6, swa_chunk=13) as lease:
+            assert lease.cached == 5 * PAGE
+            assert len(lease.pages) == 5 + 2
+            before = cache.statistics().device
+            assert len(await lease.extend(8)) == 5 + 4
+            after = cache.statistics().device
+            assert before["full"].free - after["full"].free == 2
+            assert before["swa"].free == after["swa"].free  # four pages were there already
+            assert (lease.page_table("swa")[5:] >= 0).all()
+            await lease.commit(text(9))
+        check(cache.core)
+
+
+async def test_a_chunk_is_cut_to_what_is_asked_for_in_all() -> None:
+    async with AsyncCache(config(32, swa=32)) as cache:
+        async with cache.lease(text(3), new_tokens=2, chunk=100, swa_chunk=200) as lease:
+            assert len(lease.pages) == 4
+            assert cache.statistics().device["swa"].free == 32 - 4
+
+
+async def test_prompt_and_output_must_fit_whatever_the_chunk() -> None:
+    async with AsyncCache(config(8)) as cache:
+        with pytest.raises(CacheFull):
+            async with cache.lease(text(8), new_tokens=1, chunk=4):
+                pass
+        with pytest.raises(ConfigError):
+            await cache.lease(text(1), chunk=0).__aenter__()
+
+
+async def test_a_window_pool_smaller_than_the_prompt_serves_it_in_chunks() -> None:
+    tokens = text(30)
+    async with AsyncCache(config(32, swa=6, window=3 * PAGE)) as cache:
+        async with cache.lease(tokens, chunk=2 * PAGE) as lease:
+            for end in range(2 * PAGE, 31 * PAGE, 2 * PAGE):
+                await lease.commit(tokens[:end])
+                lease.advance(end)
+                if end < 30 * PAGE:
+                    await lease.extend(2 * PAGE)
+            assert lease.cached == 0
+        check(cache.core)
+
+
+async def test_a_window_that_begins_inside_a_node_pins_no_more_than_itself() -> None:
+    """One node of six pages, a window of three: matched in its middle, two pages of it must be free to go."""
+    tokens = text(6)
+    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
+        await put(cache, tokens)
+        async with cache.lease([*tokens[: 5 * PAGE], 1, 2], chunk=4 * PAGE, new_tokens=3 * PAGE, wait=False) as lease:
+            assert lease.cached == 5 * PAGE
+            assert (lease.page_table("swa") >= 0).tolist() == [False] * 3 + [True] * 6
+        check(cache.core)
+
+
+async def test_all_that_is_cached_or_nothing() -> None:
+    async with AsyncCache(config(12, 64)) as cache:
+        await put(cache, text(8))
+        await push_out(cache)
+        async with cache.lease(text(6, seed=1)):
+            with pytest.raises(CacheFull):
+                await cache.lease(text(8, extra=1), chunk=1, wait=False, shorter=False).__aenter__()
+            async with cache.lease(text(8, extra=1), chunk=1, wait=False) as lease:
+                assert lease.cached == 0
+        async with cache.lease(text(8, extra=1), chunk=1, wait=False, shorter=False) as lease:
+            assert lease.cached == 8 * PAGE
+
+
+async def test_states_on_demand() -> None:
+    async with AsyncCache(config(32, mamba=3)) as cache:
+        async with cache.lease(text(2), states=1) as lease:
+            assert len(lease.states) == 1
+            await lease.extend(0, states=2)
+            assert len(np.unique(lease.states)) == 3
+            with pytest.raises(CacheFull):
+                await lease.extend(0, states=1)
+        assert cache.statistics().device["mamba"].free == 3
+    async with AsyncCache(config(32)) as cache:
+        async with cache.lease(text(2)) as lease:
+            with pytest.raises(ConfigError):
+                await lease.extend(0, states=1)
+
+
+async def test_growing_waits_for_backups_only_if_told_to() -> None:
+    async with AsyncCache(config(12, 64)) as cache:
+        async with cache.lease(text(1), chunk=PAGE, new_tokens=8 * PAGE) as growing:
+            async with cache.lease(text(10, seed=1)) as lease:
+                await lease.commit(text(10, seed=1))  # its backup has begun, and pins its pages until it is done
+            with pytest.raises(CacheFull):
+                await growing.extend(4 * PAGE)
+            assert len(await growing.extend(4 * PAGE, wait=True)) == 5
+        assert cache.statistics().core.lost_pages == 0
+
+
+async def test_growing_never_waits_for_another_lease() -> None:
+    async with AsyncCache(config(12, 64)) as cache:
+        async with cache.lease(text(1), new_tokens=PAGE) as growing:
+            async with cache.lease(text(10, seed=1)):
+                async with asyncio.timeout(5):
+                    with pytest.raises(CacheFull):
+                        await growing.extend(PAGE, wait=True)
+
+
+async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
+    pages = MemoryBackend()
+    async with AsyncCache(config(12, 64), storage=pages) as cache:
+        await put(cache, text(8, seed=3))
+    store = SlowBackend(pages, 0.0, bandwidth=1.0)
+    async with AsyncCache(config(12, 64), storage=store) as cache:
+        handle = cache.prefetch(text(8, seed=3))
+        async with cache.lease(text(1), new_tokens=11 * PAGE, wait=False) as growing:
+            await turns()
+            assert cache.statistics().core.operations["prefetch"] == 1
+            async with asyncio.timeout(5):
+                with pytest.raises(CacheFull):
+                    await growing.extend(PAGE, wait=True)
+        handle.cancel()
+        await cache.aclose(timeout=0.01)
+    await store.aclose()
+
+
+async def test_growing_gives_up_what_a_pin_covers_before_the_window() -> None:
+    """Matched at the end of a node of four, with a window of two: two pages are pinned until somebody needs them."""
+    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
+        await put(cache, text(6))
+        async with cache.lease([*text(4), 1, 2], chunk=2 * PAGE, new_tokens=6 * PAGE) as lease:
+            assert (lease.page_table("swa") >= 0).tolist() == [True] * 6
+            await lease.extend(2 * PAGE)
+            assert (lease.page_table("swa") >= 0).tolist() == [False] * 2 + [True] * 6
+            with pytest.raises(CacheFull):
+                await lease.extend(PAGE)
+        check(cache.core)
+
+
+async def test_growing_gives_up_what_decoding_has_left_behind() -> None:
+    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
+        async with cache.lease(text(4), new_tokens=6 * PAGE, chunk=6 * PAGE, swa_chunk=6 * PAGE) as lease:
+            await lease.commit(text(4))
+            lease.advance(6 * PAGE)
+            await lease.extend(3 * PAGE)
+            assert (lease.page_table("swa") >= 0).tolist() == [False] * 3 + [True] * 6
+        check(cache.core)
+
+
+# Where a request's recurrent state is kept, so that the next request finds it.
+
+
+@pytest.mark.parametrize("extra", [0, 1, PAGE - 1])
+async def test_the_same_prompt_again_computes_no_more_than_its_last_page(extra: int) -> None:
+    prompt = text(6, extra=extra)
+    async with serving(config(64, mamba=16), step_tokens=64) as served:
+        for _ in range(2):
+            request = served.ask(prompt, 3)
+            assert [token async for token in request] == continuation(prompt, 3)
+        assert request.hits is not None
+        assert request.hits.device == (len(prompt) - 1) // PAGE * PAGE
+
+
+async def test_a_prompt_that_goes_on_finds_all_whole_pages_of_the_one_before() -> None:
+    prompt = text(6)
+    async with serving(config(64, mamba=16), step_tokens=64) as served:
+        await served.ask(prompt, 1).done()
+        request = served.ask(prompt + text(2), 2)
+        await request.done()
+        assert request.hits is not None
+        assert request.hits.device == len(prompt)
+
+
+# The example of docs/scheduler.md runs as it is, and prints what the page promises: the second request is a hit.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow(3)
+def test_the_example_runs(tmp_path: Path) -> None:
+    source = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs/scheduler.md").read_text(), re.M | re.S)
+    assert source is not None
+    program = tmp_path / "example.py"
+    program.write_text(source[1])
+    path = os.pathsep.join([f"{ROOT}", f"{ROOT / 'backends'}", f"{ROOT / 'scheduler_shim'}", *filter(None, sys.path)])
+    result = subprocess.run(
+        [sys.executable, "-W", "error", program], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False,
+        timeout=60,
+    )  # fmt: skip
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == [
+        "[1000, 1001, 1002, 1003] Hits(device=0, host=0, storage=0) computed 1003",
+        "[1000, 1001, 1002, 1003] Hits(device=992, host=0, storage=0) computed 1014",
+    ]

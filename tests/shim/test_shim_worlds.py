@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from asynccache_shim import Finish, Limits, Matched, Request, queue
 from asynccache_shim.admission import CacheShape, SlotCounts, demand
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from asynccache import AsyncCache
@@ -173,7 +173,9 @@ async def _one(served: Any, world: World, ask: Ask) -> None:
 def played(examples: int, random_seed: int | None = None) -> None:
     """Live in so many worlds: the same each time, or those that ``random_seed`` gives."""
 
-    @settings(max_examples=examples, deadline=None, derandomize=random_seed is None, database=None,
+    phases = list(Phase) if random_seed is None else [Phase.generate]  # a campaign wants to know at once what failed
+
+    @settings(max_examples=examples, deadline=None, derandomize=random_seed is None, database=None, phases=phases,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(worlds())
     def play(world: World) -> None:

@@ -16,8 +16,8 @@ import torch
 from asynccache import AsyncCache, CacheConfig, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.config import Component, PoolSpec
 from asynccache.core.settings import ComponentKind
+from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.tokens import extend_chain, namespace_digest
 from tests.runtime import runtime_kit
 
 MODEL = "test"

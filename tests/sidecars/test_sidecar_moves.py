@@ -1,25 +1,225 @@
-"""Between device and host: a derived pool moves when its source moves, exactly the same pages, in the same batch; and
-the memory of all pools is there or none is kept."""
+"""Derived pools: their specs, and their bytes between device and host."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from asynccache_backends.memory import MemoryBackend
+from msgspec.structs import replace
 
-from asynccache import AsyncCache, ConfigError
-from asynccache.core.settings import ComponentKind
+from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Replicated, Sidecar, SlidingWindow
+from asynccache.config import PoolSpec
+from asynccache.core.settings import ComponentKind, HitPolicy
+from asynccache.memory import pools as pools_module
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.pools import Mover
 from asynccache.memory.signals import HAPPENED
+from asynccache.runtime.prefetch import Fetch
+from asynccache.storage.checked import pool_digest, store_layout
+from asynccache.worker.pool_layout import PoolMap
 from tests.memory.small_pools import device_page, fill_device, host_page, move
-from tests.sidecars.sidecar_kit import STACKS, deepseek, indexed, of, solid, stack
+from tests.runtime.runtime_kit import settled
+from tests.sidecars.sidecar_kit import (
+    STACKS,
+    deepseek,
+    everything,
+    indexed,
+    needed,
+    of,
+    opened,
+    push_out,
+    serve,
+    solid,
+    spoil_device,
+    stack,
+    text,
+    verify,
+)
+from tests.simulated.world import WrongBytes, draw_climate, play
+
+# The specs of a stack of pools: what they may say, what follows from them, and what is refused before anything is
+# allocated.
+
+
+ALL, TRAILING = HitPolicy
+
+
+def with_sidecars(*sidecars: Sidecar) -> CacheConfig:
+    plain = deepseek()
+    return stack(*plain.components, sidecars=sidecars, page_size=4)
+
+
+def side(name: str, source: str, **more: Any) -> Sidecar:
+    return Sidecar(name=name, indices_from=source, **{"bytes_per_page": 8, **more})
+
+
+def test_what_derives_from_full_is_needed_everywhere_and_what_derives_from_the_others_at_the_end() -> None:
+    policies = {spec.name: spec.hit_policy for spec in everything().pools()}
+    assert policies == {
+        "full": ALL, "y": ALL, "z.scales": ALL, "swa": TRAILING, "a-state": TRAILING,
+        "mamba": TRAILING, "conv": TRAILING, "conv-tail": TRAILING,
+    }  # fmt: skip
+
+
+def test_a_hit_policy_that_is_given_must_be_that_of_the_component_it_leads_to() -> None:
+    with_sidecars(side("a", "full", hit_policy=ALL), side("b", "swa", hit_policy=TRAILING), side("c", "a"))
+    with_sidecars(side("a", "full", hit_policy="all_pages"))
+    refused = [
+        (TRAILING, "full", r"'a': hit_policy='trailing_pages', .* 'full', .* 'all_pages'"),
+        (ALL, "swa", r"'a': hit_policy='all_pages', .* 'swa', .* 'trailing_pages'"),
+        ("most", "swa", r"'a': hit_policy='most' must be one of all_pages"),
+    ]
+    for policy, source, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            with_sidecars(side("a", source, hit_policy=policy))
+
+
+@pytest.mark.parametrize(
+    ("sidecars", "message"),
+    [
+        (lambda: [side("a", "b")], r"sidecar 'a': indices_from='b' is no pool"),
+        (lambda: [side("a", "mamba")], r"sidecar 'a': indices_from='mamba' is no pool"),  # this stack has none
+        (lambda: [side("a", "a")], r"sidecar 'a': indices_from='a' closes a cycle"),
+        (lambda: [side("a", "b"), side("b", "c"), side("c", "a")], r"closes a cycle"),
+        (lambda: [side("a", "b"), side("b", "c"), side("c", "b")], r"closes a cycle"),
+        (lambda: [side("a", "full"), side("a", "swa")], r"names must be unique: \['full', 'swa', 'a', 'a'\]"),
+        (lambda: [side("swa", "full")], r"names must be unique"),
+        (lambda: [side("", "full")], r"name='.*': Expected `str` matching regex"),
+        (lambda: [side("#headers", "full")], r"name='.*': Expected `str` matching regex"),
+        (lambda: [side("a", "full", bytes_per_page=0)], r"'a': bytes_per_page=0 must be at least 1"),
+        (lambda: [side("a", "full", layers=0)], r"'a': layers=0 must lie between 1 and 65536"),
+        (lambda: [side("a", "full", layers=3)], r"'a': 8 bytes a page are not a multiple of layers=3"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused_when_it_is_built(
+    sidecars: Callable[[], Sequence[Sidecar]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_sidecars(*sidecars())
+
+
+class Allocations(CpuDevice):
+    """Counts what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated = 0
+
+    def device_tensor(self, shape: tuple[int, ...]) -> Any:
+        self.allocated += 1
+        return super().device_tensor(shape)
+
+    def host_tensor(self, shape: tuple[int, ...]) -> Any:
+        self.allocated += 1
+        return super().host_tensor(shape)
+
+
+@pytest.mark.parametrize("host", [0, 16])
+async def test_a_sidecar_that_does_not_fit_is_refused_before_anything_is_allocated(host: int) -> None:
+    huge = 1 << 45
+    full = Full(bytes_per_token=4, device_tokens=64, host_tokens=host * 4)
+    config = stack(full, sidecars=[side("small", "full"), side("huge", "small", bytes_per_page=huge)], page_size=4)
+    device = Allocations()
+    with pytest.raises(ConfigError, match=r"'huge' on the device: device_pages=16: .* do not fit in memory"):
+        async with AsyncCache(config, device=device):
+            pass
+    assert device.allocated == 0
+    await device.aclose()
+
+
+async def test_a_request_longer_than_the_pools_is_refused_and_leaves_nothing() -> None:
+    async with opened(deepseek(device=8)) as cache:
+        before = cache.statistics().device
+        with pytest.raises(CacheFull, match="tokens are asked for, the device has room for"):
+            async with cache.lease(text(cache.config, 8, extra=1)):
+                pass
+        assert cache.statistics().device == before
+
+
+# storage: what a spec says of keys, sizes and who writes
+
+
+def pools(config: CacheConfig) -> PoolMap:
+    return PoolMap(config.pools(), config.page_size, {})
+
+
+def names(specs: Sequence[PoolSpec]) -> list[str]:
+    return [spec.name for spec in specs]
+
+
+def test_full_is_its_own_pool_or_where_that_is_logical_all_that_derive_from_it() -> None:
+    logical, solid = pools(deepseek()), pools(indexed())
+    assert (names(logical.lead), names(logical.follow)) == (["c4", "c4_indexer", "c128", "draft"], [])
+    assert (names(solid.lead), names(solid.follow)) == (["full"], ["indexer"])
+    assert [name for name, _ in logical.named() if logical.counts(name)] == ["draft"]
+    assert [name for name, _ in solid.named() if solid.counts(name)] == ["full"]
+
+
+def test_a_logical_pool_has_no_stored_object() -> None:
+    config = deepseek()
+    assert "full" not in store_layout(config.pools()).page_bytes
+    assert "full" not in dict(pools(config).named())
+    assert store_layout(config.pools()).page_bytes == {s.name: s.bytes_per_page for s in config.pools()[1:]}
+
+
+def test_what_is_written_before_full_is_what_follows_it_and_the_auxiliary_components() -> None:
+    first, last = pools(everything()).written
+    assert {c: names(specs) for c, specs in first.items()} == {
+        0: ["z.scales", "y"], 1: ["swa", "a-state"], 2: ["mamba", "conv", "conv-tail"],
+    }  # fmt: skip
+    assert {c: names(specs) for c, specs in last.items()} == {0: ["full"]}
+
+
+def test_no_two_pools_share_a_key() -> None:
+    mapped = pools(everything())
+    keys = [mapped.key(name, bytes(32)).key for name, _ in mapped.named()]
+    assert len(set(keys)) == len(keys) == 8
+
+
+def test_whether_a_rank_writes_a_pool_and_under_which_key_comes_from_its_spec() -> None:
+    config = stack(
+        *indexed().components, page_size=4,
+        sidecars=[side("shared", "full", replicated=Replicated.TP_CP), side("sharded", "full")],
+    )  # fmt: skip
+    ranks = [{spec.name: spec.on_rank(rank, 2) for spec in config.pools()} for rank in range(2)]
+    assert [{name: spec.writes for name, spec in rank.items()} for rank in ranks] == [
+        {"full": True, "shared": True, "sharded": True}, {"full": True, "shared": False, "sharded": True},
+    ]  # fmt: skip
+    digests = [{name: pool_digest(spec, 4) for name, spec in rank.items()} for rank in ranks]
+    assert digests[0]["shared"] == digests[1]["shared"], "one rank writes what the other reads"
+    assert digests[0]["sharded"] != digests[1]["sharded"], "each reads its own part"
+    written = [names([*PoolMap(list(rank.values()), 4, {}).written[0][int(ComponentKind.FULL)]]) for rank in ranks]
+    assert written == [["shared", "sharded"]] * 2, "who writes what all have is decided by store"
+
+
+def test_one_rank_holds_whole_pages_and_writes_all_of_them() -> None:
+    for spec in everything().pools():
+        assert spec.on_rank(0, 1) == spec
+
+
+def test_a_page_of_a_logical_full_is_announced_with_the_last_of_its_parts() -> None:
+    """A router is told that storage has a page when the part that is written last comes."""
+    for config, name in ((deepseek(), "draft"), (indexed(), "full"), (everything(), "full")):
+        mapped = pools(config)
+        key_of = mapped.key_of
+        assert key_of is not None
+        assert key_of(bytes(32)) == mapped.key(name, bytes(32)).key
+    bare = stack(*deepseek().components, sidecars=[], page_size=4)
+    assert pools(bare).key_of is None
+
+
+# Between device and host: a derived pool moves when its source moves, exactly the same pages, in the same batch; and
+# the memory of all pools is there or none is kept.
+
 
 FULL, SWA, MAMBA = ComponentKind
 SRC, DST = {FULL: [1, 4, 5], SWA: [7, 2], MAMBA: [3]}, {FULL: [9, 8, 2], SWA: [0, 6], MAMBA: [5]}
@@ -43,7 +243,6 @@ def fill_host(mover: Mover) -> None:
             pool.array[:] = rng.integers(0, 256, pool.array.shape, np.uint8)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", STACKS)
 async def test_what_derives_from_a_component_moves_with_it_and_nothing_else_does(stack: str) -> None:
     """Every set of components in one batch, the empty one too, back and forth: every page of every pool is looked at.
@@ -75,7 +274,6 @@ async def check_batch(mover: Mover, kinds: Sequence[ComponentKind], up: bool) ->
     assert pages_of(mover, target) == expected
 
 
-@pytest.mark.asyncio
 async def test_a_load_of_full_alone_where_only_states_have_bytes_is_no_error() -> None:
     plain = deepseek()
     config = stack(*plain.components, sidecars=[s for s in plain.sidecars if s.indices_from == "swa"], page_size=4)
@@ -91,7 +289,6 @@ async def test_a_load_of_full_alone_where_only_states_have_bytes_is_no_error() -
     await mover.device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_pool_of_few_layers_is_there_with_its_last_and_one_batch_is_one_event() -> None:
     """Layer i of every pool is there when layer i has come, so no layer of a model is there later than its own."""
     mover = Mover(CpuDevice(), indexed().pools())
@@ -145,7 +342,6 @@ class Short(CpuDevice):
 TENSORS = 2 * len(solid(deepseek()))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at", range(TENSORS + 1))
 async def test_memory_that_runs_out_on_the_way_is_given_back_at_once(at: int) -> None:
     """While the error is still held, with its traceback and every frame in it, nothing that it led to is."""
@@ -165,3 +361,204 @@ async def test_memory_that_runs_out_on_the_way_is_given_back_at_once(at: int) ->
     finally:
         gc.enable()
         await device.aclose()
+
+
+# Every byte of every pool of a stack, where the engine reads it: after the device was emptied, and in a cache that
+# never computed anything.
+
+
+PAGES = 6
+
+
+def pages_read(config: CacheConfig, end: int) -> Counter[str]:
+    return Counter(spec.name for spec, _ in needed(config, end))
+
+
+def bytes_read(config: CacheConfig, end: int) -> int:
+    return sum(spec.bytes_per_page for spec, _ in needed(config, end))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+async def test_every_pool_comes_back_from_the_host(stack: str) -> None:
+    config = STACKS[stack]()
+    async with opened(config) as cache:
+        for seed in range(2):
+            assert await serve(cache, text(config, PAGES, seed, extra=1), chunk=1 + seed) == 0
+            await settled(cache)
+        await push_out(cache)
+        for seed in range(2):
+            before = cache.statistics().stages["load_back"].bytes
+            async with cache.lease(text(config, PAGES, seed, extra=1)) as lease:
+                await lease.loaded()
+                end = PAGES * config.page_size
+                assert lease.hits == (0, end, 0)
+                assert verify(cache, lease, text(config, PAGES, seed)) == pages_read(config, end)
+            assert cache.statistics().stages["load_back"].bytes - before == bytes_read(config, end)
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize("stack", STACKS)
+async def test_every_pool_comes_back_from_storage_in_a_cache_that_never_computed_it(
+    stack: str, where: str, tmp_path: Path
+) -> None:
+    memory = MemoryBackend() if where == "memory" else None
+    config = STACKS[stack](storage=None if memory else f"file:{tmp_path}/kv?capacity=16MiB")
+    end = PAGES * config.page_size
+    async with opened(config, storage=memory) as cache:
+        for seed in range(2):
+            assert await serve(cache, text(config, PAGES, seed, extra=1), chunk=1 + seed) == 0
+        assert await cache.flush() == (0, 0)
+    async with opened(config, storage=memory) as cache:
+        spoil_device(cache)
+        for seed in range(2):
+            before = cache.statistics().stages["prefetch"].bytes
+            async with cache.lease(text(config, PAGES, seed, extra=1)) as lease:
+                await lease.loaded()
+                assert lease.hits == (0, 0, end)
+                assert verify(cache, lease, text(config, PAGES, seed)) == pages_read(config, end)
+            assert cache.statistics().stages["prefetch"].bytes - before == bytes_read(config, end)
+    if memory is not None:
+        await memory.aclose()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+async def test_a_longer_prompt_goes_on_from_the_host_and_the_next_process_has_all_of_it(stack: str) -> None:
+    config = STACKS[stack]()
+    storage = MemoryBackend()
+    for turn in range(1, 4):
+        async with opened(config, storage=storage) as cache:
+            spoil_device(cache)
+            tokens = text(config, 3 * turn, extra=1)
+            assert await serve(cache, tokens) == 3 * (turn - 1) * config.page_size
+            await settled(cache)
+            await push_out(cache)
+            async with cache.lease(tokens) as lease:
+                await lease.loaded()
+                assert lease.hits == (0, 3 * turn * config.page_size, 0)
+                verify(cache, lease, tokens[:-1])
+            assert await cache.flush() == (0, 0)
+    await storage.aclose()
+
+
+async def test_a_split_inside_the_shared_prefix_divides_every_pool() -> None:
+    config = deepseek()
+    storage = MemoryBackend()
+    shared = text(config, 5)
+    prompts = [[*shared, *text(config, 3, seed, extra=1)] for seed in (1, 2)]
+    async with opened(config, storage=storage) as cache:
+        assert await serve(cache, prompts[0]) == 0
+        assert await serve(cache, prompts[1]) in (0, 5 * config.page_size)
+        await settled(cache)
+        await push_out(cache)
+        for prompt in prompts:
+            assert await served(cache, prompt) == 8 * config.page_size
+        assert await cache.flush() == (0, 0)
+    async with opened(config, storage=storage) as cache:
+        for prompt in prompts:
+            spoil_device(cache)
+            assert await served(cache, prompt) == 8 * config.page_size
+            await settled(cache)
+            await push_out(cache)
+    await storage.aclose()
+
+
+async def served(cache: AsyncCache, prompt: list[int]) -> int:
+    async with cache.lease(prompt) as lease:
+        await lease.loaded()
+        verify(cache, lease, prompt[:-1])
+        return lease.cached
+
+
+async def test_a_prompt_shorter_than_the_window_needs_all_of_it() -> None:
+    config = deepseek(window=40)
+    storage = MemoryBackend()
+    async with opened(config, storage=storage) as cache:
+        await serve(cache, text(config, 3, extra=1))
+        await cache.flush()
+    async with opened(config, storage=storage) as cache:
+        spoil_device(cache)
+        async with cache.lease(text(config, 3, extra=1)) as lease:
+            await lease.loaded()
+            assert verify(cache, lease, text(config, 3)) == {spec.name: 3 for spec in solid(config)}
+    await storage.aclose()
+
+
+async def test_a_window_that_the_device_gave_up_comes_back_with_its_states_and_nothing_else() -> None:
+    """FULL stayed on the device, so none of what hangs on it moves."""
+    config = deepseek(device=40)
+    full, swa = config.components
+    assert isinstance(swa, SlidingWindow)
+    config = replace(config, components=(full, replace(swa, device_tokens=14 * config.page_size)))
+    async with opened(config) as cache:
+        for pages, seed in ((6, 0), (12, 0), (12, 1)):
+            await serve(cache, text(config, pages, seed, extra=1))
+            await settled(cache)
+        before = cache.statistics().stages["load_back"].bytes
+        hanging = {spec.name for spec in solid(config) if spec.component is ComponentKind.SWA}
+        assert hanging == {"swa", "c4_state", "c4_indexer_state", "c128_state"}
+        spoil_device(cache, hanging)
+        match = await cache.match(text(config, 6))
+        assert match.device < match.host == 6 * config.page_size
+        async with cache.lease(text(config, 6, extra=1)) as lease:
+            await lease.loaded()
+            assert lease.cached == 6 * config.page_size
+            verify(cache, lease, text(config, 6))
+        moved = cache.statistics().stages["load_back"].bytes - before
+        assert moved == sum(spec.bytes_per_page for spec, _ in needed(config, lease.cached) if spec.name in hanging)
+
+
+@pytest.mark.parametrize("page", [4, 16, 128, 256])
+def test_the_state_of_the_coarse_compressor_is_registered_where_pages_do_not_end_with_its_blocks(page: int) -> None:
+    names = {spec.name for spec in deepseek(page, 128).pools()}
+    assert ("c128_state" in names) == (page % 128 != 0)
+
+
+# The seeded worlds of ``tests/worlds`` have sidecars in half of them. What breaks a sidecar must be noticed there.
+
+
+WORLDS = 60
+
+
+def hanging() -> list[int]:
+    """Seeds of worlds with pools that hang on others."""
+    return [seed for seed in range(WORLDS) if draw_climate(seed).config.sidecars]
+
+
+def notice() -> int | None:
+    """The first world in which a wrong byte is read."""
+    for seed in hanging():
+        try:
+            play(seed)
+        except WrongBytes:
+            return seed
+    return None
+
+
+def test_worlds_have_sidecars_of_every_component_chains_and_a_logical_full() -> None:
+    configs = [draw_climate(seed).config for seed in hanging()]
+    assert len(configs) > WORLDS // 4
+    sources = {sidecar.indices_from for config in configs for sidecar in config.sidecars}
+    assert {"full", "swa", "mamba"} < sources
+    assert any(source.startswith("side") for source in sources)
+    assert any(config.pools()[0].bytes_per_page == 0 for config in configs)
+
+
+@pytest.mark.slow(3)
+def test_sidecars_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Fetch._read_run
+
+    async def nothing(fetch: Fetch, specs: Sequence[PoolSpec], page: int, last: int) -> int:
+        return last if specs is fetch._pools.follow else await usual(fetch, specs, page, last)
+
+    monkeypatch.setattr(Fetch, "_read_run", nothing)
+    assert notice() is not None
+
+
+def test_a_sidecar_that_is_not_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_component = pools_module._by_component
+
+    def without(pools: Any) -> Any:
+        return {c: [s for s in specs if s.name != "side0"] for c, specs in by_component(pools).items()}
+
+    monkeypatch.setattr(pools_module, "_by_component", without)
+    assert notice() is not None

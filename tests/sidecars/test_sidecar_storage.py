@@ -138,7 +138,6 @@ def classes(config: CacheConfig) -> dict[str, int]:
     return order
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("chunk", [0, 1])
 @pytest.mark.parametrize("stack", STACKS)
 async def test_full_is_written_when_everything_else_of_its_pages_is_stored(stack: str, chunk: int) -> None:
@@ -158,7 +157,6 @@ async def test_full_is_written_when_everything_else_of_its_pages_is_stored(stack
                     assert calls[at].ended < began, f"{lead} page {page} began to be stored before {name} was"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", STACKS)
 async def test_sidecars_are_read_when_all_of_full_is_there_and_windows_last(stack: str) -> None:
     config = STACKS[stack]()
@@ -182,7 +180,6 @@ def serial(calls: Sequence[Call]) -> bool:
     return all(call.ended == number for number, call in enumerate(calls, start=calls[0].ended))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("position", range(PAGES))
 @pytest.mark.parametrize("stack", ["indexed", "everything", "deepseek"])
 async def test_after_a_full_read_that_failed_in_part_nothing_behind_it_is_read_or_marked(
@@ -215,7 +212,6 @@ async def cached(cache: AsyncCache, prompt: Sequence[int]) -> int:
 # one bad page
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", ["indexed", "everything", "deepseek"])
 async def test_one_bad_page_in_any_pool_shortens_to_the_longest_end_that_is_complete_in_every_pool(stack: str) -> None:
     places = [(spec.name, page) for spec in solid(STACKS[stack]()) for page in range(PAGES)]
@@ -240,7 +236,6 @@ def never_stored(config: CacheConfig) -> list[Place]:
     return [(name, page) for name in of(config, ComponentKind.MAMBA) for page in range(0, PAGES, 2)]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("pool", ["swa", "c4_state", "c4_indexer_state", "c128_state"])
 async def test_a_window_is_there_in_all_of_its_pools_or_not_at_all_and_is_read_again_where_the_prefix_ends(
     pool: str,
@@ -267,7 +262,6 @@ async def test_a_window_is_there_in_all_of_its_pools_or_not_at_all_and_is_read_a
             assert await cached(cache, prompt) == PAGES - 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stack", ["indexed", "everything", "deepseek"])
 async def test_full_is_not_written_where_another_pool_could_not_be(stack: str) -> None:
     """Any pool, any page: a reader never finds FULL's page where one beside it is missing. Later all of it is saved."""
@@ -324,7 +318,6 @@ class Held:
                 await self.go.wait()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("stack", "pool", "at", "pages"),
     [
@@ -356,7 +349,6 @@ async def test_a_stop_leaves_a_prefix_that_is_complete_in_every_pool(
             assert await cached(cache, prompt) == PAGES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("pool", [spec.name for spec in solid(deepseek())])
 async def test_a_fetch_that_is_cancelled_in_the_middle_of_any_pool_leaves_nothing(pool: str) -> None:
     config = deepseek()
@@ -375,7 +367,6 @@ async def test_a_fetch_that_is_cancelled_in_the_middle_of_any_pool_leaves_nothin
             assert await cached(cache, prompt) == PAGES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("pool", ["c4", "c4_indexer", "c128", "draft"])
 async def test_a_page_of_a_logical_full_is_in_storage_if_each_of_its_pools_has_it(pool: str) -> None:
     config = deepseek()

@@ -28,12 +28,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.ledger import BACKUP_STORAGE, PREFETCH
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.lease import Lease, LeaseState
 from asynccache.runtime.prefetch import GRACE
 from asynccache.runtime.save import PATIENCE
-from asynccache.runtime.tokens import TOKEN_BYTES
 
 T = TypeVar("T")
 

@@ -30,11 +30,10 @@ from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.storage import PageKey
-from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.backend import HONEST, Guests, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedGate
 from tests.simulated.leading import check_books, leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
-from tests.simulated.stores import Guests
 
 _ATTEMPTS = 60
 _PATIENCE = 600.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import sys
@@ -31,7 +32,7 @@ from asynccache.cli.session import Session
 from asynccache.metrics import MetricsServer, start_metrics_server
 
 EVERY = 1.0
-SHOWN_EVERY = 30
+SHOWN_EVERY = 5
 TOLERANCE = 0.02
 MOST_MORE = {"fds": 2, "threads": 2, "tasks": 6}
 """Requests come and go, and with them tasks: half a dozen is chance, and a leak would be hundreds."""
@@ -51,11 +52,13 @@ class Look(NamedTuple):
     tasks: int
 
 
-def look(at: float) -> Look:
-    """Now. To be called on the loop."""
-    resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    fds, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
-    return Look(at, (resident - of_files) * os.sysconf("SC_PAGESIZE"), fds, threads, len(asyncio.all_tasks()))
+def look(at: float, pid: int | None = None) -> Look:
+    """Now: this process, to be called on its loop; or another one, of which no tasks can be seen."""
+    folder = f"/proc/{pid or 'self'}"
+    resident, of_files = map(int, Path(folder, "statm").read_text().split()[1:3])
+    fds, threads = (len(os.listdir(f"{folder}/{each}")) for each in ("fd", "task"))
+    tasks = 0 if pid else len(asyncio.all_tasks())
+    return Look(at, (resident - of_files) * os.sysconf("SC_PAGESIZE"), fds, threads, tasks)
 
 
 def differences(looks: Sequence[Look]) -> Iterator[str]:
@@ -182,6 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
     print(f"python -m tests.soak.flat --seconds {options.seconds:g} --seed {seed}", flush=True)
+    logging.getLogger("asynccache").addHandler(logging.NullHandler())  # faults are what this is about
     if options.tracemalloc:
         tracemalloc.start(options.tracemalloc)
     return soak(options.seconds, seed)

@@ -40,7 +40,6 @@ def test_what_grows_or_shrinks_is_named_with_its_figures(found: list[Look], said
     assert said in sentence
 
 
-@pytest.mark.asyncio
 async def test_memory_that_is_a_files_does_not_count(tmp_path: Path) -> None:
     """The kernel took 66 MiB of libraries away once, and gave them back while requests were served."""
     file = tmp_path / "library"

@@ -1,22 +1,11 @@
-"""The conformance suite runs on asyncio and on uvloop; the other tests of this folder, on asyncio."""
+"""The backends as plug-ins."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import uvloop
-
-
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    if item.path.name == "test_backend_conformance.py":
-        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture

@@ -1,11 +1,20 @@
-"""Pages of a checked store whose content is a function of their key: whatever comes back can be compared."""
+"""Pages of a checked store whose content is a function of their key, a file store in a folder, and tests that are
+simulated worlds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
-from asynccache.storage import CheckedStore, PageKey, Result
-from asynccache.testing.backend_suite import aligned, content
+from asynccache_backends.file import FileBackend
+
+from asynccache.storage import CheckedStore, PageKey, Result, parse_url
+from asynccache.testing.backend_suite import LAYOUT, aligned, content
+from tests.simulated.loop import SimulatedLoop, simulate
+
+# Pages of a checked store whose content is a function of their key: whatever comes back can be compared.
 
 
 async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
@@ -26,3 +35,38 @@ async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
     for key, page, result in zip(keys, pages, results, strict=True):
         assert result is not Result.HIT or page == content(key, page.nbytes)
     return results
+
+
+# A file store in a folder, and pages whose content is a function of their key.
+
+
+async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") -> CheckedStore:
+    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), LAYOUT), LAYOUT)
+
+
+def open_files(folder: Path) -> list[str]:
+    """The files that this process has open under ``folder``."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [path for path in found if str(folder) in path]
+
+
+# Tests that are simulated worlds.
+
+
+World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
+
+
+def in_world(world: World) -> Callable[[], None]:
+    """A test that runs ``world`` under several seeds."""
+
+    def test() -> None:
+        for seed in range(5):
+            simulate(world, seed)
+
+    test.__name__ = world.__name__
+    return test

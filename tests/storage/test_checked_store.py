@@ -1,23 +1,34 @@
-"""CheckedStore against backends that fail, lie, hang and are cancelled, in virtual time."""
+"""``CheckedStore``: whatever a backend does, fail, lie, hang, be cancelled or have bugs of its own, its caller sees."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from random import Random
 from typing import Any
 
 import pytest
+from asynccache_backends.memory import MemoryBackend
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.config import PoolSpec
+from asynccache.core.settings import ComponentKind, HitPolicy
+from asynccache.errors import ConfigError, Timeout, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result, checked
+from asynccache.storage.checked import header_of, pool_digest, seal, storage_key, store_layout, verify
 from asynccache.storage.contract import is_shared
-from asynccache.testing.backend_suite import LAYOUT, blank, content, keys_of, page_key, record_of
+from asynccache.testing.backend_suite import LAYOUT, aligned, blank, content, keys_of, page_key, put_all, record_of
+from asynccache.testing.faulty_backend import Fault, FaultyBackend, draw_fault
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.world_kit import in_world
+from tests.storage.page_kit import in_world
+
+# CheckedStore against backends that fail, lie, hang and are cancelled, in virtual time.
+
 
 KEYS = keys_of(12, "odd")
 
@@ -239,7 +250,6 @@ def test_a_backend_around_one_that_processes_share_is_shared() -> None:
     assert [is_shared(WrappedBackend(one)) for one in inner] == [True, False]
 
 
-@pytest.mark.asyncio
 async def test_checksums_in_threads_say_the_same(tmp_path: object) -> None:
     keys = keys_of(40)
     backend = SimulatedBackend(Random(1), Hostility(delay=0.0))
@@ -251,3 +261,279 @@ async def test_checksums_in_threads_say_the_same(tmp_path: object) -> None:
     assert await store.get(keys, fetched) == [Result.CORRUPT if i == 7 else Result.HIT for i in range(40)]
     assert fetched[6] == content(keys[6], LAYOUT.page_bytes["full"])
     await store.aclose()
+
+
+# CheckedStore and plug-ins with bugs of their own: errors that no contract names, and calls that never come back.
+
+
+ODD_KEYS = keys_of(3, "odd")
+
+
+def store_of(backend: type[WrappedBackend], **options: Any) -> CheckedStore:
+    return CheckedStore(backend(SimulatedBackend(Random(1))), LAYOUT, threads=0, **options)
+
+
+class Buggy(WrappedBackend):
+    """Raises what no contract names, or answers nothing at all."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        return None  # type: ignore[return-value]
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        raise ValueError("a bug")
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        raise KeyError("another bug")
+
+
+@in_world
+async def test_a_plug_ins_bug_is_a_failed_call_that_the_breaker_is_told_of(loop: SimulatedLoop) -> None:
+    store = store_of(Buggy, breaker=Breaker(threshold=3))
+    assert await store.exists(ODD_KEYS) == [Result.FAILED] * 3
+    assert await store.put(ODD_KEYS, [record_of(key).payload for key in ODD_KEYS]) == [Result.FAILED] * 3
+    assert await store.get(ODD_KEYS, [blank(key).payload for key in ODD_KEYS]) == [Result.FAILED] * 3
+    assert store.stats()["failed_calls"] == 3
+    assert store.breaker.state is BreakerState.OPEN
+    assert isinstance(store.last_error, ValueError)
+
+
+class Hung(WrappedBackend):
+    """Never answers."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def clear(self) -> None:
+        await asyncio.Event().wait()
+
+    async def flush(self) -> None:
+        await asyncio.Event().wait()
+
+
+@in_world
+async def test_a_cancelled_call_is_cancelled_and_no_failure(loop: SimulatedLoop) -> None:
+    store = store_of(Hung, breaker=Breaker(threshold=1))
+    call = asyncio.ensure_future(store.exists(ODD_KEYS))
+    await asyncio.sleep(1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert store.breaker.state is BreakerState.CLOSED
+
+
+@in_world
+async def test_clear_and_flush_have_a_deadline_and_the_breaker_is_told(loop: SimulatedLoop) -> None:
+    store = store_of(Hung, breaker=Breaker(threshold=2), timeout=1.0)
+    for call in (store.clear, store.flush):
+        with pytest.raises(Timeout):
+            await asyncio.wait_for(call(), 10)
+    assert store.stats()["timeouts"] == 2
+    assert store.breaker.state is BreakerState.OPEN
+
+
+class Gated(WrappedBackend):
+    """``exists`` answers when it is told to, in any order."""
+
+    def __init__(self, inner: SimulatedBackend) -> None:
+        super().__init__(inner)
+        self.calls: list[asyncio.Future[list[Result]]] = []
+        self.called = asyncio.Event()
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        self.called.set()
+        self.calls.append(asyncio.get_running_loop().create_future())
+        return await self.calls[-1]
+
+
+async def begin(store: CheckedStore, backend: Gated) -> asyncio.Future[list[Result]]:
+    """A call of the store that waits for its backend."""
+    backend.called.clear()
+    task = asyncio.ensure_future(store.exists(ODD_KEYS))
+    await backend.called.wait()
+    return task
+
+
+@in_world
+async def test_an_answer_from_before_the_trouble_does_not_close_the_breaker(loop: SimulatedLoop) -> None:
+    backend = Gated(SimulatedBackend(Random(1)))
+    store = CheckedStore(backend, LAYOUT, threads=0, breaker=Breaker(threshold=1, backoff=5.0))
+    bad, stale = await begin(store, backend), await begin(store, backend)
+    backend.calls[0].set_exception(Timeout("gone"))
+    assert await bad == [Result.FAILED] * 3
+    await asyncio.sleep(6)
+    assert await (await begin(store, backend)) == [Result.FAILED] * 3  # and the probe is asked beside it
+    backend.calls[1].set_result([Result.HIT] * 3)
+    assert await stale == [Result.HIT] * 3
+    assert store.breaker.state is BreakerState.HALF_OPEN
+    assert await store.exists(ODD_KEYS) == [Result.FAILED] * 3
+    backend.calls[2].set_exception(Timeout("still gone"))
+    await asyncio.sleep(0.1)
+    assert store.stats()["breaker"] == BreakerState.OPEN
+
+
+# Headers, keys and digests.
+
+
+SPEC = PoolSpec(
+    name="full", component=ComponentKind.FULL, bytes_per_page=4096, layers=4, device_pages=8, host_pages=8,
+    hit_policy=HitPolicy.ALL_PAGES,
+)
+
+
+def sealed() -> tuple[PageKey, Record]:
+    key, record = page_key("k"), Record(aligned(64), aligned(4096))
+    record.payload[:] = bytes(range(256)) * 16
+    seal([key], [record])
+    return key, record
+
+
+def test_a_sealed_record_verifies() -> None:
+    key, record = sealed()
+    assert verify([key], [record]) == [True]
+    assert bytes(record.header[:4]) == b"acKV"
+    assert bytes(record.header[16:48]) == key.key
+
+
+@pytest.mark.parametrize("bit", range(0, 64 * 8, 7))
+def test_any_flipped_bit_of_the_header_shows(bit: int) -> None:
+    key, record = sealed()
+    record.header[bit // 8] ^= 1 << bit % 8
+    assert verify([key], [record]) == [False]
+
+
+@pytest.mark.parametrize("byte", [0, 1, 2047, 4095])
+def test_any_flipped_bit_of_the_payload_shows(byte: int) -> None:
+    key, record = sealed()
+    record.payload[byte] ^= 0x80
+    assert verify([key], [record]) == [False]
+
+
+def test_a_record_of_another_key_or_length_does_not_verify() -> None:
+    key, record = sealed()
+    assert verify([page_key("other")], [record]) == [False]
+    assert verify([key], [Record(record.header, record.payload[:2048])]) == [False]
+
+
+def test_an_empty_header_does_not_verify_an_empty_page() -> None:
+    assert verify([page_key("k")], [Record(aligned(64), aligned(4096))]) == [False]
+
+
+def test_the_header_is_64_bytes_and_a_function_of_key_and_payload() -> None:
+    assert len(header_of(bytes(32), aligned(10))) == 64
+    assert header_of(bytes(32), aligned(10)) != header_of(bytes(32), aligned(11))
+
+
+def test_a_storage_key_is_made_of_the_hash_of_hash_and_digest_and_names_the_block() -> None:
+    digest, page = sha256(bytes(range(32)) + b"d" * 32).digest(), bytes(range(32))
+    assert storage_key(page, b"d" * 32) == digest[:23] + b"\1" + page[24:]
+    assert storage_key(page, b"d" * 32, named=False) == digest[:23] + b"\0" + digest[24:]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"name": "swa"}, {"dtype": "bfloat16"}, {"bytes_per_page": 8192}, {"layers": 8}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_digest_changes_with_all_that_changes_the_bytes(other: dict[str, str | int]) -> None:
+    assert pool_digest(replace(SPEC, **other), 16) != pool_digest(SPEC, 16)  # type: ignore[arg-type]
+
+
+def test_the_digest_changes_with_page_size_layout_layers_and_shard() -> None:
+    digests = {
+        pool_digest(SPEC, 16), pool_digest(SPEC, 32), pool_digest(SPEC, 16, layout="layer_first"),
+        pool_digest(replace(SPEC, covers=tuple(range(4, 4 + SPEC.layers))), 16), pool_digest(SPEC, 16, shard="tp 0/2"),
+        pool_digest(SPEC, 16, shard="tp 1/2"),
+    }
+    assert len(digests) == 6
+
+
+def test_the_digest_does_not_depend_on_how_many_pages_there_are() -> None:
+    assert pool_digest(replace(SPEC, device_pages=1, host_pages=99), 16) == pool_digest(SPEC, 16)
+
+
+def test_fields_of_a_digest_do_not_run_into_each_other() -> None:
+    a, b = replace(SPEC, name="ab", dtype="c"), replace(SPEC, name="a", dtype="bc")
+    assert pool_digest(a, 16) != pool_digest(b, 16)
+
+
+def test_logical_pools_have_no_stored_object() -> None:
+    assert store_layout([SPEC, replace(SPEC, name="anchor", bytes_per_page=0)]).page_bytes == {"full": 4096}
+
+
+# The shipped backends that fail, wait and lie do it as often as they say, and again for the same seed.
+
+
+def test_faults_come_in_their_shares() -> None:
+    rng = Random(1)
+    drawn = Counter(draw_fault(rng, 0.4) for _ in range(20_000))
+    for fault, share in ((Fault.NONE, 0.6), (Fault.DELAYED, 0.2), (Fault.FAILED, 0.1), (Fault.CORRUPTED, 0.1)):
+        assert drawn[fault] / 20_000 == pytest.approx(share, abs=0.01)
+
+
+def test_without_a_rate_there_are_no_faults() -> None:
+    assert {draw_fault(Random(seed), 0.0) for seed in range(100)} == {Fault.NONE}
+
+
+async def _use(loop: SimulatedLoop) -> tuple[Counter[str], list[list[Result]]]:
+    """Four pages, put and read many times over a faulty store."""
+    faulty = FaultyBackend(MemoryBackend(), 0.8, loop.seed)
+    store = CheckedStore(faulty, LAYOUT, threads=0)
+    keys = keys_of(4, "odd")
+    answers = []
+    for _ in range(30):
+        answers.append(await store.put(keys, [record_of(key).payload for key in keys]))
+        pages = [blank(key).payload for key in keys]
+        answers.append(await store.get(keys, pages))
+        for key, page, result in zip(keys, pages, answers[-1], strict=True):
+            assert result is not Result.HIT or page == record_of(key).payload
+    return faulty.faults, answers
+
+
+def test_what_a_faulty_backend_corrupts_is_never_served() -> None:
+    faults, answers = simulate(_use, 7)
+    assert min(faults["delayed"], faults["failed"], faults["corrupted"]) > 0
+    assert sum(answer.count(Result.CORRUPT) for answer in answers) == faults["corrupted"]
+
+
+def test_a_seed_gives_the_same_faults_again() -> None:
+    assert simulate(_use, 7) == simulate(_use, 7)
+    assert simulate(_use, 7) != simulate(_use, 8)
+
+
+def test_a_slow_backend_takes_latency_and_bandwidth() -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        slow = SlowBackend(MemoryBackend(), latency=2.0, bandwidth=1000.0)
+        began = loop.time()
+        await put_all(slow, keys_of(3, "odd"))
+        assert loop.time() - began == pytest.approx(5.0, abs=0.01)
+        await slow.exists(keys_of(3, "odd"))
+        assert loop.time() - began == pytest.approx(7.0, abs=0.01)
+
+    simulate(world, 1)
+
+
+def test_a_page_that_changes_while_it_is_written_shows() -> None:
+    """The simulated backend reads payloads in two halves: who lets go of a buffer early stores a torn page."""
+
+    async def world(loop: SimulatedLoop) -> int:
+        backend = SimulatedBackend(Random(loop.seed), Hostility(delay=1.0))
+        store = CheckedStore(backend, LAYOUT, threads=0)
+        key, page = keys_of(1, "odd"), [record_of(keys_of(1, "odd")[0]).payload]
+        putting = asyncio.ensure_future(store.put(key, page))
+        await asyncio.sleep(loop.random.uniform(0, 1))
+        page[0][0] ^= 1
+        page[0][999] ^= 1
+        await putting
+        return (await store.get(key, page))[0]
+
+    assert Result.CORRUPT in {simulate(world, seed) for seed in range(10)}
+
+
+def test_an_unavailable_backend_raises() -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        backend = SimulatedBackend(Random(1), Hostility(unavailable=1.0))
+        with pytest.raises(Unavailable):
+            await backend.exists(keys_of(1))
+
+    simulate(world, 1)

@@ -1,4 +1,4 @@
-"""Capacity, reclaim and broken disks."""
+"""The file store in its folder: its room, its disks, who may read it, and things that happen at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.backend import THREADS, PageRun, plan_reads
@@ -19,16 +23,17 @@ from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, read
 from asynccache_backends.file.folder import usual_segment
 from asynccache_backends.file.segments import FileIndex, PageGroup, group_bytes
 
-from asynccache.errors import ConfigError
-from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url
+from asynccache.errors import ConfigError, Unavailable
+from asynccache.storage import RECORD_SCHEMA, CheckedStore, Record, Result, StoreLayout, ThreadPool, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, blank, keys_of, page_key, record_of
-from tests.storage.file_store_kit import open_at
-from tests.storage.page_kit import get, put
+from tests.storage.page_kit import fill, get, open_at, open_files, put
+
+# Capacity, reclaim and broken disks.
+
 
 FULL = LAYOUT.page_bytes["full"]
 
 
-@pytest.mark.asyncio
 async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     keys = keys_of(2500)
@@ -46,7 +51,6 @@ async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) 
     await store.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.slow(2)
 async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
@@ -66,7 +70,6 @@ async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Pat
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_pages_of_every_length_get_their_second_chance(tmp_path: Path) -> None:
     """The buffer for moving them has room for 8 MiB, as much as a group of short ones has."""
     layout = LAYOUT._replace(page_bytes={"short": 4096, "long": 9 << 20})
@@ -83,7 +86,6 @@ async def test_pages_of_every_length_get_their_second_chance(tmp_path: Path) -> 
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend = _backend(store)
@@ -113,7 +115,6 @@ async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) ->
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_deleted_while_it_is_read_to_be_moved_is_not_written_again(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = _backend(store), keys_of(10)
@@ -135,7 +136,6 @@ async def test_a_page_deleted_while_it_is_read_to_be_moved_is_not_written_again(
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_smaller_capacity_at_the_next_start_drops_the_oldest(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     keys = keys_of(700)
@@ -149,7 +149,6 @@ async def test_a_smaller_capacity_at_the_next_start_drops_the_oldest(tmp_path: P
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_reads_and_puts_go_on_while_segments_are_reclaimed(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", "capacity=8MiB&segment=1MiB")
 
@@ -180,7 +179,6 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.asyncio
 async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "6m") as disk:
         store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
@@ -200,7 +198,6 @@ async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: 
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "6m") as disk:
         store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
@@ -276,7 +273,6 @@ async def _turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = _backend(store), keys_of(20)
@@ -297,7 +293,6 @@ async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path
     await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_waits_for_calls_under_way(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = _backend(store), keys_of(20)
@@ -313,7 +308,6 @@ async def test_closing_waits_for_calls_under_way(tmp_path: Path) -> None:
     await closing
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
 async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: Path, number: int) -> None:
     store = await open_at(tmp_path / "s")
@@ -346,7 +340,6 @@ async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: 
         ("sync=yes", "'sync'"),
     ],
 )
-@pytest.mark.asyncio
 async def test_unusable_options_are_refused_by_name_and_value(tmp_path: Path, options: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         await FileBackend.open(parse_url(f"file:{tmp_path}/s?{options}"), LAYOUT)
@@ -362,7 +355,6 @@ def test_segments_are_few_and_small(exponent: int) -> None:
     assert capacity > 1 << 32 or segment <= 128 << 20
 
 
-@pytest.mark.asyncio
 async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
     layout = StoreLayout({"full": 4096}, b"s")
     backend = await FileBackend.open(parse_url(f"file:{tmp_path}/s?capacity=36KiB"), layout)
@@ -436,7 +428,6 @@ def test_segments_and_lengths_are_not_mixed(segment: int, length: int) -> None:
     assert found == [(1, FULL, 1), (segment, length, 1)]
 
 
-@pytest.mark.asyncio
 async def test_files_of_reclaimed_segments_are_gone_and_closed(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
     for batch in range(20):
@@ -478,7 +469,6 @@ def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path
     assert buffers[2][:2000] == (bytes(range(200)) * 10)
 
 
-@pytest.mark.asyncio
 async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     keys = keys_of(6)
@@ -499,3 +489,436 @@ async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp
     assert await store.exists(keys) == [Result.HIT] * 6
     threads.call = call  # type: ignore[method-assign]
     await store.aclose()
+
+
+# A store in a folder is for its owner alone, whatever the umask says and whatever was there before, unless its URL
+# says otherwise.
+
+
+SMALL = "capacity=16MiB&segment=1MiB"
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """What the process may not give while this lasts."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+async def open_private(folder: Path, options: str = "", layout: StoreLayout = LAYOUT) -> CheckedStore:
+    url = parse_url(f"file:{folder}?{SMALL}{options}")
+    return CheckedStore(await FileBackend.open(url, layout), layout)
+
+
+async def used(folder: Path, options: str = "") -> None:
+    """A store with pages and deletions."""
+    store = await open_private(folder, options)
+    await fill(store, keys_of(100))
+    await store.delete(keys_of(5))
+    await store.flush()
+    await store.aclose()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """The permissions of the folder, by ``.``, and of what is in it."""
+    found = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in folder.iterdir()}
+    return {".": stat.S_IMODE(folder.stat().st_mode), **found}
+
+
+def expected(folder: Path, mode: int) -> dict[str, int]:
+    assert {"lock", "manifest.json"} < set(os.listdir(folder))
+    assert any(name.startswith("segment-") for name in os.listdir(folder))
+    return {".": mode, **dict.fromkeys(os.listdir(folder), mode & 0o666)}
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
+async def test_folder_and_files_are_private_whatever_the_umask(tmp_path: Path, mask: int) -> None:
+    folder = tmp_path / "above" / "store"
+    with umask(mask):
+        await used(folder)
+    assert modes(folder) == expected(folder, 0o700)
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+async def test_an_option_lets_others_in(tmp_path: Path, mask: int) -> None:
+    with umask(mask):
+        await used(tmp_path / "store", "&mode=0750")
+    assert modes(tmp_path / "store") == expected(tmp_path / "store", 0o750)
+
+
+async def test_what_was_open_to_others_is_closed_to_them_by_opening_it(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    await used(folder)
+    folder.chmod(0o2777)
+    for path in folder.iterdir():
+        path.chmod(0o666)
+    store = await open_private(folder)
+    assert modes(folder) == expected(folder, 0o700) | {".": 0o2700}
+    assert await get(store, keys_of(100)[5:]) == [Result.HIT] * 95
+    await store.aclose()
+    store = await open_private(folder, "&mode=770")
+    assert modes(folder) == expected(folder, 0o770) | {".": 0o2770}
+    await store.aclose()
+
+
+async def test_who_only_looks_changes_no_permissions_and_adds_to_none(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    await used(folder, "&mode=0750")
+    store = await open_private(folder, layout=StoreLayout({}, RECORD_SCHEMA))
+    assert isinstance(store.backend, FileBackend)
+    with umask(0):
+        await store.backend.collect(older_than=-1.0)
+        await store.aclose()
+    assert modes(folder) == {".": 0o750, **dict.fromkeys(os.listdir(folder), 0o640)}
+
+
+async def test_a_folder_with_other_things_in_it_keeps_its_permissions(tmp_path: Path) -> None:
+    """It may be ``/tmp``. The store's own files are private there, too."""
+    (tmp_path / "letter").write_text("mine")
+    (tmp_path / "letter").chmod(0o644)
+    os.chmod(tmp_path, 0o755)
+    await used(tmp_path)
+    assert modes(tmp_path) == expected(tmp_path, 0o700) | {".": 0o755, "letter": 0o644}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+async def test_what_belongs_to_another_user_keeps_its_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    await used(folder, "&mode=0755")
+    os.chown(folder, 12345, -1)
+    os.chown(folder / "lock", 12345, -1)
+    store = await open_private(folder)
+    assert modes(folder) == expected(folder, 0o700) | {".": 0o755, "lock": 0o644}
+    await fill(store, [page_key("more")])
+    await store.aclose()
+
+
+@pytest.mark.parametrize("text", ["", "0", "0600", "private", "u=rwx", "7777", "0o700", "-700", "0788"])
+async def test_permissions_that_are_none_are_refused_by_name_and_value(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"storage option mode={text!r}: expected .* as in mode=0750"):
+        await FileBackend.open(parse_url(f"file:{tmp_path}/s?{SMALL}", {"mode": text}), LAYOUT)
+    assert os.listdir(tmp_path) == []
+
+
+# The file store when things happen at once: clearing while pages are moved, closing while segments are made; and
+# folders that cannot be used.
+
+
+def backend_of(store: CheckedStore) -> FileBackend:
+    assert isinstance(store.backend, FileBackend)
+    return store.backend
+
+
+class HeldWrites:
+    """The store's own I/O, whose writes are answered in the order in which the test opens their ``gates``."""
+
+    def __init__(self, backend: FileBackend) -> None:
+        self.gates: list[asyncio.Event] = []
+        self.both = asyncio.Event()
+        threads = backend._log.threads
+        self._call = threads.call
+        threads.call = self.call  # type: ignore[method-assign]
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        done, gate = self._call(function, *args, **kwargs), asyncio.Event()
+        if function is not write_run or len(self.gates) == 2:
+            return done
+        self.gates.append(gate)
+        if len(self.gates) == 2:
+            self.both.set()
+
+        async def held() -> Any:
+            await gate.wait()
+            return await done
+
+        return asyncio.ensure_future(held())
+
+
+async def put_twice(store: CheckedStore, first: int) -> None:
+    """Put one page by two calls at the same time; the write numbered ``first`` ends before the other."""
+    io, key = HeldWrites(backend_of(store)), page_key("twice")
+    puts = [asyncio.ensure_future(put(store, [key])) for _ in range(2)]
+    await io.both.wait()
+    for number in (first, 1 - first):
+        io.gates[number].set()
+        assert await puts[number] == [Result.HIT]
+
+
+class HeldReads:
+    """The store's own I/O, whose reads are answered when the test says so."""
+
+    def __init__(self, backend: FileBackend) -> None:
+        self.asked = asyncio.Event()
+        self.gate = asyncio.Event()
+        threads = backend._log.threads
+        self._call = threads.call
+        threads.call = self.call  # type: ignore[method-assign]
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        done = self._call(function, *args, **kwargs)
+        if function is not read_runs:
+            return done
+
+        async def held() -> RunsMoved:
+            self.asked.set()
+            await self.gate.wait()
+            moved: RunsMoved = await done
+            return moved
+
+        return asyncio.ensure_future(held())
+
+
+async def test_a_page_that_is_cleared_while_it_is_moved_stays_cleared(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    backend, keys = backend_of(store), keys_of(40)
+    log = backend._log
+    await put(store, keys)
+    io = HeldReads(backend)
+    (group,) = log.index.groups_of(1)
+    moving = asyncio.ensure_future(log._rescue(log.segments[1], [(group, list(range(10)))], 1 << 20))
+    await io.asked.wait()
+    await store.clear()
+    assert await put(store, [page_key("after")]) == [Result.HIT]
+    io.gate.set()
+    await moving
+    assert await store.exists(keys) == [Result.MISS] * 40
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await store.exists([*keys, page_key("after")]) == [Result.MISS] * 40 + [Result.HIT]
+    await store.aclose()
+
+
+@pytest.mark.parametrize("turns", range(0, 12, 2))
+async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_path: Path, turns: int) -> None:
+    store = await open_at(tmp_path / "s")
+    backend = backend_of(store)
+    for batch in range(3):
+        await put(store, [page_key(f"{batch}/{i}") for i in range(50)])
+    reading = HeldReads(backend)
+    getting = asyncio.ensure_future(get(store, [page_key("0/1")]))
+    await reading.asked.wait()
+    backend._log._prepare_task()
+    closing = asyncio.ensure_future(backend.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reading.gate.set()
+    await asyncio.wait([closing, getting])
+    assert closing.cancelled()
+    assert open_files(tmp_path) == []
+    assert [task.get_name() for task in asyncio.all_tasks() if "asynccache" in task.get_name()] == []
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await get(store, [page_key(f"0/{i}") for i in range(50)]) == [Result.HIT] * 50
+    await store.aclose()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_page_that_two_calls_put_stays_deleted_after_a_kill(tmp_path: Path, first: int) -> None:
+    """Whichever of the two writes ended first: a recovery finds both copies."""
+    store = await open_at(tmp_path / "s")
+    await put_twice(store, first)
+    assert store.stats()["pages"] == 1
+    assert await store.delete([page_key("twice")]) == [Result.HIT]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    for folder in ("killed", "s"):
+        store = await open_at(tmp_path / folder)
+        assert await store.exists([page_key("twice")]) == [Result.MISS]
+        await store.aclose()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_page_that_two_calls_put_is_there_after_a_kill(tmp_path: Path, first: int) -> None:
+    store = await open_at(tmp_path / "s")
+    await put_twice(store, first)
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    for folder in ("killed", "s"):
+        store = await open_at(tmp_path / folder)
+        assert await get(store, [page_key("twice")]) == [Result.HIT]
+        await store.aclose()
+
+
+async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_after_a_kill(tmp_path: Path) -> None:
+    """The deletion is written behind it, and speaks of what lay before."""
+    store = await open_at(tmp_path / "s")
+    backend, key = backend_of(store), page_key("again")
+    log = backend._log
+    await put(store, [key])
+    fill = iter(range(10_000))
+    while log.active is None or log.active.fit(0, 1):
+        await put(store, [page_key(f"fill {next(fill)}", "swa")])
+    deleting = asyncio.ensure_future(backend.delete([key]))
+    await asyncio.sleep(0)
+    assert not deleting.done()
+    assert await put(store, [key]) == [Result.HIT]
+    assert await deleting == [Result.HIT]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    store = await open_at(tmp_path / "killed")
+    assert await get(store, [key]) == [Result.HIT]
+    await store.aclose()
+
+
+async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_of(tmp_path: Path) -> None:
+    """The later of two copies was deleted, and the earlier one lies in an older segment, which stays."""
+    store = await open_at(tmp_path / "s")
+    backend, fill = backend_of(store), [page_key(f"fill {i}") for i in range(300)]
+    log, key = backend._log, page_key("twice")
+    await put(store, [page_key("fill", "swa")])
+    while log.active is not None and log.active.fit(FULL, 2) != 1:  # the first copy is the last page of its segment
+        await put(store, [fill.pop()])
+    await put_twice(store, 1)
+    assert [log.index.groups_of(number)[-1].keys().count(key.key) for number in (1, 2)] == [1, 1]
+    assert await store.delete([key]) == [Result.HIT]
+    log.active = None
+    await backend.collect(None)
+    assert list(log.segments) == [1, 2]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    store = await open_at(tmp_path / "killed")
+    assert await store.exists([key]) == [Result.MISS]
+    await store.aclose()
+
+
+async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:
+    """The bytes are in the file, and nothing has been done about it yet."""
+    store = await open_at(tmp_path / "s")
+    log = backend_of(store)._log
+    call, loop = log.threads.call, asyncio.get_running_loop()
+    written, told = asyncio.Event(), loop.create_future()
+
+    def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        if function is not write_run:
+            return call(function, *args, **kwargs)
+        call(function, *args, **kwargs).add_done_callback(lambda _: written.set())
+        return told
+
+    log.threads.call = held  # type: ignore[method-assign]
+    putting = asyncio.ensure_future(backend_of(store).put([page_key("a")], [record_of(page_key("a"))]))
+    await written.wait()
+    log.active = None
+    told.set_result(None)
+    await log._seal()
+    assert await putting == [Result.HIT]
+    log.threads.call = call  # type: ignore[method-assign]
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await store.exists([page_key("a")]) == [Result.HIT]
+    assert store.stats()["scanned_groups"] == 0
+    await store.aclose()
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nothing can be made or written in ``folder`` meanwhile, not even by root."""
+    if os.geteuid():
+        folder.chmod(0o555)
+        try:
+            yield
+        finally:
+            folder.chmod(0o755)
+        return
+    bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True)
+    if bound.returncode:
+        pytest.skip("root can write everywhere, and mounting is not permitted here")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("used", [True, False])
+async def test_a_read_only_folder_is_refused_by_name_and_nothing_stays_open(tmp_path: Path, used: bool) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    if used:
+        store = await open_at(folder)
+        await put(store, keys_of(20))
+        await store.aclose()
+    with read_only(folder):
+        with pytest.raises(Unavailable, match=f"store folder '{folder}': .*(Read-only|Permission)"):
+            await open_at(folder)
+        assert open_files(tmp_path) == []
+    store = await open_at(folder)
+    assert set(await get(store, keys_of(20))) == {Result.HIT if used else Result.MISS}
+    await store.aclose()
+
+
+async def test_a_file_in_place_of_the_folder_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("not a folder")
+    with pytest.raises(Unavailable, match=f"store folder '{tmp_path}/s'"):
+        await open_at(tmp_path / "s")
+
+
+@pytest.mark.parametrize("options", ["capacity=8MiB&segment=1MiB", "capacity=8MiB&segment=1MiB&mode=0700&direct=off"])
+async def test_opening_asks_the_disk_nothing_on_the_event_loop(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may have thousands of files, and its disk may be slow or gone."""
+    loop_thread, on_the_loop = threading.current_thread(), []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is loop_thread:
+                on_the_loop.append(name)
+            return call(*args, **kwargs)
+
+        return noted
+
+    for name in ("open", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "chmod", "fchmod", "unlink",
+                 "replace", "ftruncate", "fsync", "fdatasync"):  # fmt: skip
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    for _ in range(2):
+        store = await open_at(tmp_path / "s", options)
+        assert on_the_loop == []
+        assert await put(store, keys_of(20)) == [Result.HIT] * 20
+        await store.aclose()
+        on_the_loop.clear()
+
+
+async def test_capacity_and_segment_size_may_change_from_run_to_run(tmp_path: Path) -> None:
+    """Nothing is lost by a larger capacity or other segments, only the oldest by a smaller one."""
+    keys = keys_of(900)
+    there = 0
+    for run, options in enumerate(("capacity=8MiB&segment=1MiB", "capacity=64MiB&segment=4MiB", "capacity=32MiB&"
+                                   "segment=512KiB", "capacity=6MiB&segment=2MiB")):
+        store = await open_at(tmp_path / "s", options)
+        found = [result is Result.HIT for result in await get(store, keys[: 200 * run])]
+        assert found == sorted(found)
+        assert sum(found) == (there if run < 3 else store.stats()["pages"])
+        assert await put(store, keys[200 * run : 200 * run + 200]) == [Result.HIT] * 200
+        stats = store.stats()
+        assert stats["disk_bytes"] <= stats["capacity_bytes"]
+        assert stats["errors"] == 0
+        there += 200
+        await store.aclose()
+
+
+async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest and the footers. They are handed to the store's own threads, which never keep a process alive."""
+    seen, opened = set[tuple[str, str]](), aiofiles.open
+
+    def noted(name: str | int, mode: Any, **options: Any) -> Any:
+        assert isinstance(options["executor"], ThreadPool)
+        path = os.readlink(f"/proc/self/fd/{name}") if isinstance(name, int) else name
+        seen.add((os.path.basename(path), mode))
+        return opened(name, mode, **options)
+
+    monkeypatch.setattr(aiofiles, "open", noted)
+    options = "capacity=8MiB&segment=1MiB"
+    store = await open_at(tmp_path / "s", options)
+    await put(store, [page_key("a"), page_key("b")])
+    await store.delete([page_key("b")])
+    await store.aclose()
+    assert seen == {("manifest.json", "rb"), ("manifest.json.new", "wb"), ("segment-0000000000000001.kv", "r+b")}
+    seen.clear()
+    await (await open_at(tmp_path / "s", options.replace("8MiB", "9MiB"))).aclose()
+    assert seen >= {("manifest.json", "rb"), ("manifest.json.new", "wb")}

@@ -37,8 +37,7 @@ from asynccache.cli.main import main
 from asynccache.errors import Unavailable
 from asynccache.storage import Result
 from asynccache.testing.backend_suite import keys_of, page_key
-from tests.storage.file_store_kit import open_at, open_files
-from tests.storage.page_kit import fill, get
+from tests.storage.page_kit import fill, get, open_at, open_files
 from tests.waiting import interrupted_after
 
 KEYS = keys_of(60)
@@ -125,7 +124,6 @@ def precious(store: Path) -> str:
     return store.with_name("precious").read_text()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("make", "kind"), STRANGE, ids=[make.__name__ for make, _ in STRANGE])
 @pytest.mark.parametrize("name", FILES)
 async def test_something_strange_in_the_place_of_a_file_is_refused_by_name(
@@ -141,7 +139,6 @@ async def test_something_strange_in_the_place_of_a_file_is_refused_by_name(
     assert open_files(store) == []
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", LEFTOVERS)
 async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """A file is written beside the one that it replaces, and nothing is written through a link."""
@@ -161,7 +158,6 @@ async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_nam
     assert open_files(where) == []
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", LEFTOVERS)
 async def test_what_a_kill_left_half_written_is_written_again(tmp_path: Path, name: str) -> None:
     where = make_folder(tmp_path / "store")
@@ -216,7 +212,6 @@ def digest(manifest: dict[str, object]) -> str:
     return xxh3_64_hexdigest(json.dumps(manifest).encode())
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", bombs())
 async def test_a_manifest_that_is_a_bomb_is_refused_by_name(store: Path, name: str) -> None:
     (store / "manifest.json").write_bytes(bombs()[name])
@@ -226,7 +221,6 @@ async def test_a_manifest_that_is_a_bomb_is_refused_by_name(store: Path, name: s
     assert open_files(store) == []
 
 
-@pytest.mark.asyncio
 async def test_a_manifest_of_a_tebibyte_is_refused_by_name_and_not_read(store: Path) -> None:
     os.truncate(store / "manifest.json", 1 << 40)
     with pytest.raises(Unavailable, match=f"{store}/manifest.json has {1 << 40} bytes, and [0-9]+ are the most"):
@@ -255,7 +249,6 @@ def tail_of(store: Path) -> int:
     return tail
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("footer", [True, False])
 async def test_a_segment_of_a_tebibyte_is_scanned_where_it_has_data(store: Path, footer: bool) -> None:
     """Whatever a footer at its end says of its size."""
@@ -278,7 +271,6 @@ NONSENSE = [
 ]  # fmt: skip
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("body", "count"), [(b"", 1), (b"", 1 << 63), *((body, n) for body in NONSENSE for n in (0, 1, 1 << 63))]
 )
@@ -290,7 +282,6 @@ async def test_a_footer_that_verifies_and_says_nonsense_is_not_believed(store: P
     await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> None:
     """It verifies, and what follows it in the arithmetic would not fit any field."""
     seed = seed_of(store)
@@ -303,7 +294,6 @@ async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> Non
     await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_deletions_of_unknown_pages_and_places_are_no_harm(store: Path) -> None:
     seed = seed_of(store)
     entries = [DELETION.pack(os.urandom(32), (1 << 64) - 1, (1 << 64) - 1), DELETION.pack(KEYS[9].key, 1, 0)]
@@ -316,7 +306,6 @@ async def test_deletions_of_unknown_pages_and_places_are_no_harm(store: Path) ->
     await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_segment_with_the_last_of_all_numbers_is_refused_by_name(store: Path) -> None:
     (store / f"segment-{'f' * 16}.kv").write_bytes(b"")
     with pytest.raises(Unavailable, match=f"segment-{'f' * 16}.kv: no store gives"):
@@ -326,7 +315,6 @@ async def test_a_segment_with_the_last_of_all_numbers_is_refused_by_name(store: 
 # whose folder it is
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("harm", ["unlink", "another", "all"])
 async def test_a_folder_in_use_is_refused_whatever_was_done_to_the_files_in_it(store: Path, harm: str) -> None:
     opened = await open_at(store)
@@ -343,7 +331,6 @@ async def test_a_folder_in_use_is_refused_whatever_was_done_to_the_files_in_it(s
     await (await open_at(store)).aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_store_stays_with_its_folder_when_that_is_renamed(store: Path) -> None:
     """The folder that comes in its place is another store's, and neither ever writes into the other one."""
     first = await open_at(store)
@@ -367,7 +354,6 @@ async def test_a_store_stays_with_its_folder_when_that_is_renamed(store: Path) -
         await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_store_whose_folder_was_removed_fails_its_pages_and_makes_no_folder(store: Path) -> None:
     opened = await open_at(store)
     shutil.rmtree(store)
@@ -378,7 +364,6 @@ async def test_a_store_whose_folder_was_removed_fails_its_pages_and_makes_no_fol
     assert store.name not in os.listdir(store.parent)
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_was_closed_can_be_opened_while_a_forked_process_lives(store: Path) -> None:
     """It has the descriptors, and with them the locks. When it lets go of them, whoever has the folder keeps it."""
     opened, lock = await open_at(store), FolderLock()
@@ -407,7 +392,6 @@ async def test_a_store_that_was_closed_can_be_opened_while_a_forked_process_live
             os.close(fd)
 
 
-@pytest.mark.asyncio
 async def test_a_forked_process_that_closes_its_copy_of_a_store_takes_the_folder_from_nobody(store: Path) -> None:
     opened = await open_at(store)
     inherited = opened.backend._lock  # type: ignore[attr-defined]
@@ -423,7 +407,6 @@ async def test_a_forked_process_that_closes_its_copy_of_a_store_takes_the_folder
     await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_the_lock_on_the_file_holds_as_well(store: Path) -> None:
     """Somebody may know of the file and of nothing else: both ways."""
     theirs = os.open(store / "lock", os.O_RDWR)
@@ -438,7 +421,6 @@ async def test_the_lock_on_the_file_holds_as_well(store: Path) -> None:
     await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on NFS."""
     real = fcntl.flock
@@ -455,7 +437,6 @@ async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypat
     await opened.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_folder_that_could_not_be_made_private_is_not_in_use(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,22 +1,45 @@
-"""How many calls at a time, in which order, how slow is too slow, and who is the probe. In virtual time."""
+"""What stands before a store: how many calls at a time, in which order, how slow is too slow, the breaker, threads."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Executor
+from itertools import permutations
 from random import Random
 from typing import Any
 
 import pytest
 
 from asynccache.errors import BackendError, Timeout, Unavailable
-from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result, checked
+from asynccache.settle import ThreadPool
+from asynccache.storage import (
+    REFUSED,
+    Breaker,
+    BreakerState,
+    CheckedStore,
+    PageKey,
+    Permit,
+    Record,
+    Result,
+    checked,
+    settled,
+)
+from asynccache.storage.call_guard import best_off
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.world_kit import in_world
+from tests.storage.page_kit import in_world
+
+# How many calls at a time, in which order, how slow is too slow, and who is the probe. In virtual time.
+
 
 KEYS = keys_of(2, "odd")
 
@@ -420,3 +443,383 @@ def test_the_log_says_that_a_store_is_slow(caplog: pytest.LogCaptureFixture) -> 
     simulate(world, 1)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].endswith("is left alone until it answers a probe: a call takes longer than 1 s")
+
+
+# The breaker, step by step, with a clock of its own.
+
+
+def opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker(threshold=3, backoff=2.0, max_backoff=5.0)
+    for _ in range(3):
+        breaker.failure(given(breaker, now), now)
+    return breaker
+
+
+def given(breaker: Breaker, now: float) -> Permit:
+    """A permit that must be had."""
+    permit = breaker.allow(now)
+    assert permit != REFUSED
+    return permit
+
+
+def assert_state(breaker: Breaker, state: BreakerState) -> None:
+    assert breaker.state is state
+
+
+def test_it_opens_after_that_many_failures_in_a_row() -> None:
+    breaker = Breaker(threshold=3)
+    for good in (False, False, True, False, False):
+        permit = given(breaker, 0.0)
+        breaker.success(permit, 0.0) if good else breaker.failure(permit, 0.0)
+        assert_state(breaker, BreakerState.CLOSED)
+    breaker.failure(given(breaker, 0.0), 0.0)
+    assert_state(breaker, BreakerState.OPEN)
+
+
+def test_it_refuses_until_the_backoff_is_over_and_then_lets_one_probe_through() -> None:
+    breaker = opened()
+    assert breaker.allow(1.9) == REFUSED
+    given(breaker, 2.0)
+    assert_state(breaker, BreakerState.HALF_OPEN)
+    assert breaker.allow(2.0) == REFUSED
+
+
+def test_a_good_probe_closes_it() -> None:
+    breaker = opened()
+    breaker.success(given(breaker, 2.0), 2.0)
+    assert_state(breaker, BreakerState.CLOSED)
+    given(breaker, 2.0)
+
+
+def test_bad_probes_double_the_backoff_up_to_its_limit() -> None:
+    breaker, now = opened(), 2.0
+    for backoff in (4.0, 5.0, 5.0):
+        breaker.failure(given(breaker, now), now)
+        assert breaker.allow(now + backoff - 0.01) == REFUSED
+        now += backoff
+
+
+def recovered() -> Breaker:
+    """Opened by reads twice in a row; a probe has just closed it."""
+    breaker = Breaker(threshold=3, backoff=2.0, max_backoff=50.0)
+    for _ in range(3):
+        breaker.failure(given(breaker, 0.0), 0.0, "read")
+    breaker.failure(given(breaker, 2.0), 2.0, "ask")
+    breaker.success(given(breaker, 6.0), 6.0, "ask")
+    assert_state(breaker, BreakerState.CLOSED)
+    return breaker
+
+
+def test_after_a_recovery_the_backoff_starts_small_again() -> None:
+    breaker = recovered()
+    breaker.success(given(breaker, 7.0), 7.0, "read")
+    for _ in range(3):
+        assert_state(breaker, BreakerState.CLOSED)
+        breaker.failure(given(breaker, 10.0), 10.0, "read")
+    assert breaker.allow(11.9) == REFUSED
+    given(breaker, 12.0)
+
+
+def test_on_probation_one_more_failure_of_that_kind_opens_it_for_longer() -> None:
+    breaker = recovered()
+    breaker.success(given(breaker, 7.0), 7.0, "ask")  # of another kind: proves nothing
+    breaker.failure(given(breaker, 10.0), 10.0, "read")
+    assert_state(breaker, BreakerState.OPEN)
+    assert breaker.allow(17.9) == REFUSED
+    given(breaker, 18.0)
+
+
+def test_on_probation_failures_of_other_kinds_count_as_ever() -> None:
+    breaker = recovered()
+    for _ in range(2):
+        breaker.failure(given(breaker, 7.0), 7.0, "write")
+        assert_state(breaker, BreakerState.CLOSED)
+    breaker.failure(given(breaker, 7.0), 7.0, "write")
+    assert breaker.allow(8.9) == REFUSED
+    given(breaker, 9.0)
+
+
+def test_questions_that_are_answered_do_not_hide_reads_that_fail() -> None:
+    breaker = Breaker(threshold=3)
+    for _ in range(3):
+        assert_state(breaker, BreakerState.CLOSED)
+        breaker.success(given(breaker, 0.0), 0.0, "ask")
+        breaker.failure(given(breaker, 0.0), 0.0, "read")
+    assert_state(breaker, BreakerState.OPEN)
+
+
+def test_failures_of_several_kinds_add_up() -> None:
+    breaker = Breaker(threshold=3)
+    for kind in ("ask", "read", "write"):
+        assert_state(breaker, BreakerState.CLOSED)
+        breaker.failure(given(breaker, 0.0), 0.0, kind)
+    assert_state(breaker, BreakerState.OPEN)
+
+
+def test_backoffs_are_spread_by_the_jitter_that_is_handed_in() -> None:
+    factors = iter((1.5, 0.5))
+    breaker = Breaker(threshold=1, backoff=2.0, jitter=lambda: next(factors))
+    breaker.failure(given(breaker, 0.0), 0.0)
+    assert breaker.allow(2.9) == REFUSED
+    breaker.failure(given(breaker, 3.0), 3.0)
+    assert breaker.allow(4.9) == REFUSED
+    given(breaker, 5.0)
+
+
+def test_it_knows_how_often_and_how_long_it_was_not_closed() -> None:
+    breaker = opened(now=10.0)
+    assert (breaker.opened, breaker.shut_for(11.0)) == (1, 1.0)
+    breaker.failure(given(breaker, 12.0), 12.0)
+    breaker.success(given(breaker, 17.0), 17.0)
+    assert (breaker.opened, breaker.shut_for(30.0)) == (1, 7.0)
+    breaker.failure(given(breaker, 40.0), 40.0)
+    assert (breaker.opened, breaker.shut_for(41.0)) == (2, 8.0)
+
+
+def test_an_abandoned_probe_leaves_room_for_the_next() -> None:
+    breaker = opened()
+    breaker.abandon(given(breaker, 2.0))
+    assert_state(breaker, BreakerState.OPEN)
+    given(breaker, 2.0)
+
+
+def tell(breaker: Breaker, outcome: str, permit: Permit) -> None:
+    if outcome == "success":
+        breaker.success(permit, 100.0)
+    elif outcome == "failure":
+        breaker.failure(permit, 100.0)
+    else:
+        breaker.abandon(permit)
+
+
+@pytest.mark.parametrize("late", ["success", "failure", "abandon"])
+def test_a_call_from_before_it_opened_changes_nothing_ever_after(late: str) -> None:
+    breaker = Breaker(threshold=1, backoff=2.0)
+    early = [given(breaker, 0.0) for _ in range(4)]
+    breaker.failure(early.pop(), 0.0)
+    tell(breaker, late, early.pop())
+    assert_state(breaker, BreakerState.OPEN)
+    probe = given(breaker, 2.0)
+    tell(breaker, late, early.pop())
+    assert_state(breaker, BreakerState.HALF_OPEN)
+    assert breaker.allow(2.0) == REFUSED
+    breaker.success(probe, 2.0)
+    tell(breaker, late, early.pop())
+    assert_state(breaker, BreakerState.CLOSED)
+
+
+@pytest.mark.parametrize("late", ["success", "failure", "abandon"])
+def test_a_call_that_was_made_in_spite_of_a_refusal_changes_nothing(late: str) -> None:
+    breaker = opened()
+    tell(breaker, late, REFUSED)
+    assert_state(breaker, BreakerState.OPEN)
+    assert breaker.allow(1.9) == REFUSED
+    probe = given(breaker, 2.0)
+    tell(breaker, late, REFUSED)
+    assert_state(breaker, BreakerState.HALF_OPEN)
+    breaker.success(probe, 2.0)
+    assert_state(breaker, BreakerState.CLOSED)
+
+
+def test_a_late_abandoned_probe_is_not_the_next_probe() -> None:
+    breaker = opened()
+    first = given(breaker, 2.0)
+    breaker.abandon(first)
+    second = given(breaker, 2.0)
+    breaker.success(first, 2.0)
+    assert_state(breaker, BreakerState.HALF_OPEN)
+    breaker.success(second, 2.0)
+    assert_state(breaker, BreakerState.CLOSED)
+
+
+@pytest.mark.parametrize("states", list(permutations(BreakerState)))
+def test_of_several_the_one_that_lets_most_through(states: tuple[BreakerState, ...]) -> None:
+    assert best_off(states) is BreakerState.CLOSED
+    assert best_off(map(int, states)) is BreakerState.CLOSED
+    assert best_off(state for state in states if state) is BreakerState.HALF_OPEN
+    assert best_off([BreakerState.OPEN]) is BreakerState.OPEN
+
+
+# The threads that do blocking work: answers, errors, cancellation, the end.
+
+
+def names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("test-workers"))
+
+
+async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
+    workers = ThreadPool(3, "test-workers")
+
+    def divide(a: int, *, by: int) -> float:
+        return a / by
+
+    futures = [workers.call(divide, 10, by=i % 5) for i in range(200)]
+    await settled(futures)
+    for i, future in enumerate(futures):
+        if i % 5:
+            assert future.result() == 10 / (i % 5)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                future.result()
+    workers.close()
+
+
+async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
+    workers, barrier = ThreadPool(3, "test-workers"), threading.Barrier(3)
+    futures = [workers.call(barrier.wait, timeout=30) for _ in range(3)]
+    await settled(futures)
+    assert sorted(future.result() for future in futures) == [0, 1, 2]
+    assert threading.current_thread().name not in {await workers.call(lambda: threading.current_thread().name)}
+    workers.close()
+
+
+async def test_run_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
+    workers = ThreadPool(1, "test-workers")
+    assert await workers.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await workers.run(divmod, 7, 0)
+    workers.close()
+
+
+@pytest.mark.parametrize("sizes", [[5 << 20, 0, 0], [0, 5 << 20, 0], [0, 0, 1 << 20], [3 << 20, 3 << 20, 0], [0, 0]])
+async def test_work_that_is_spread_leaves_nothing_out_not_even_what_has_no_bytes(sizes: list[int]) -> None:
+    workers, things = ThreadPool(2, "test-workers"), [f"thing {i}" for i in range(len(sizes))]
+    parts = await workers.spread(lambda part: part, sizes, things)
+    assert [thing for part in parts for thing in part] == things
+    workers.close()
+
+
+async def test_a_cancelled_run_ends_only_after_its_function() -> None:
+    workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def work() -> None:
+        begun.set()
+        ended.append(leave.wait(30))
+
+    task = asyncio.ensure_future(workers.run(work))
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+    leave.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert ended == [True]
+    workers.close()
+
+
+async def test_asyncio_does_not_complain_of_the_error_of_a_cancelled_run() -> None:
+    workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+
+    def work() -> None:
+        begun.set()
+        leave.wait(30)
+        raise KeyError("work")
+
+    task = asyncio.ensure_future(workers.run(work))
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    leave.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    del task
+    gc.collect()
+    assert complaints == []
+    workers.close()
+
+
+async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
+    workers = ThreadPool(2, "test-workers")
+    assert names() == []
+    await workers.call(int)
+    assert names() == ["test-workers-0", "test-workers-1"]
+    workers.close()
+    workers.close()
+    assert names() == []
+    with pytest.raises(Unavailable, match="test-workers"):
+        workers.call(int)
+
+
+async def test_what_was_handed_in_is_done_before_close_returns() -> None:
+    workers = ThreadPool(1, "test-workers")
+    done: list[int] = []
+    for i in range(50):
+        workers.call(done.append, i)
+    workers.close()
+    assert done == list(range(50))
+
+
+async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
+    workers, gate = ThreadPool(1, "test-workers"), threading.Event()
+    first, second = workers.call(gate.wait, 30), workers.call(int, "7")
+    first.cancel()
+    gate.set()
+    assert await second == 7
+    workers.close()
+
+
+async def test_libraries_use_the_same_threads_as_an_executor() -> None:
+    workers, loop = ThreadPool(2, "test-workers"), asyncio.get_running_loop()
+    assert isinstance(workers, Executor)
+    assert await loop.run_in_executor(workers, int, "7") == 7
+    with pytest.raises(ZeroDivisionError):
+        await loop.run_in_executor(workers, divmod, 1, 0)
+    name = await loop.run_in_executor(workers, lambda: threading.current_thread().name)
+    assert name.startswith("test-workers")
+    workers.shutdown()
+    assert names() == []
+    with pytest.raises(Unavailable, match="test-workers"):
+        workers.submit(int)
+
+
+class Buffer:
+    """Something that can be seen to be gone."""
+
+
+async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
+    workers, buffer = ThreadPool(1, "test-workers"), Buffer()
+    seen = weakref.ref(buffer)
+    await workers.call(id, buffer)
+    del buffer
+    await workers.call(int)
+    gc.collect()
+    assert seen() is None
+    workers.close()
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    """Neither one of its own kind nor one that was handed in as to an executor; the loop's own executor would."""
+    code = (
+        "import asyncio, threading\nfrom asynccache.settle import ThreadPool\n"
+        "async def main():\n    workers = ThreadPool(2, 'x')\n    workers.call(threading.Event().wait)\n"
+        "    workers.submit(threading.Event().wait)\n    await asyncio.sleep(0.1)\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_who_forgets_to_close_can_still_end() -> None:
+    code = (
+        "import asyncio\nfrom asynccache.settle import ThreadPool\n"
+        "async def main():\n    workers = ThreadPool(2, 'x')\n    print(await workers.call(int, '5'))\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5\n", "")
+
+
+async def test_a_call_that_raises_stop_iteration_ends() -> None:
+    """A future does not take that error, so who waits for it would wait for ever."""
+    pool = ThreadPool(1, "pool")
+    done, _ = await asyncio.wait([call := pool.call(next, iter(()))], timeout=5)
+    assert done
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await call
+    assert await pool.run(sum, [1, 2]) == 3
+    pool.close()

@@ -1,5 +1,4 @@
-"""Calls that fail or are given up, and the end of ``Pages``: deadlines, cancelled futures, ``close``, forks,
-callbacks."""
+"""The end of ``Pages``: calls that fail or are given up, and ``close``."""
 
 from __future__ import annotations
 
@@ -35,6 +34,9 @@ from tests.storage.pages_kit import (
     thread_names,
     until,
 )
+
+# Calls that fail or are given up, and the end of ``Pages``: deadlines, cancelled futures, ``close``, forks,
+# callbacks.
 
 
 def stored(backend: MemoryBackend, count: int) -> None:

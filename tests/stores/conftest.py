@@ -9,29 +9,15 @@ has one client, and keeps it to its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
-import uvloop
 
 from tests.host.host_kit import socket_path
 from tests.host.host_processes import HostProcess, server_process
-from tests.stores.az_server import Azurite
-from tests.stores.ceph_server import CephServer
 from tests.stores.mooncake_server import MooncakeMaster
+from tests.stores.object_server import Azurite, CephServer, MotoServer
 from tests.stores.redis_server import RedisCluster, RedisServer
-from tests.stores.s3_server import MotoServer
-
-BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py", "test_object_conformance.py")
-
-
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Tests of code that uses sockets itself, or is called back by a library's threads, run on both loops."""
-    if item.path.name in BOTH_LOOPS:
-        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")

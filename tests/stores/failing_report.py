@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.stores import courses
-from tests.stores.ceph_server import CephServer
+from tests.stores import failing as courses
 from tests.stores.failing import Seen, alone, figures, table
 from tests.stores.mooncake_server import MooncakeMaster
+from tests.stores.object_server import CephServer, MotoServer
 from tests.stores.redis_server import RedisCluster, RedisServer
-from tests.stores.s3_server import MotoServer
 
 Course = tuple[Callable[[], Any], Callable[[Any], Seen]]
 

@@ -1,5 +1,4 @@
-"""A TCP proxy on loopback that takes its time when it is told to: every piece that a server answers comes ``delay``
-seconds late. In a thread with a loop of its own, so that a test may change it from anywhere."""
+"""A TCP proxy on loopback through which answers come late, cut, wrong or not at all, and an S3 server that is full."""
 
 from __future__ import annotations
 
@@ -7,18 +6,37 @@ import asyncio
 import threading
 import weakref
 from contextlib import suppress
-from typing import Self
+from enum import Enum
+from random import Random
+from typing import NamedTuple, Self
 
 from tests.stores.server import HOST
 
+# It takes its time when it is told to: every piece that a server answers comes ``delay`` seconds late; or it does worse
+# to them. In a thread with a loop of its own, so that a test may change it from anywhere.
+
+
 PIECE = 1 << 16
+DRIP = 64
+
+
+class Fault(Enum):
+    """What becomes of a server's answers."""
+
+    CUT = "half of each piece comes, and then the connection is closed"
+    HANG = "nothing comes"
+    GARBAGE = "other bytes come"
+    DRIP = "they come by a few bytes at a time"
 
 
 class SlowProxy:
-    """``with SlowProxy(port) as proxy``: ``proxy.port`` is where clients connect. ``delay`` may be set at any time."""
+    """``with SlowProxy(port) as proxy``: ``proxy.port`` is where clients connect. ``delay`` and ``fault`` may be set at
+    any time. ``asked`` is set when a client says something."""
 
     def __init__(self, target: int) -> None:
         self.delay = 0.0
+        self.fault: Fault | None = None
+        self.asked = threading.Event()
         self.port = 0
         self._target = target
         self._loop = asyncio.new_event_loop()
@@ -85,7 +103,97 @@ class SlowProxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, late: bool) -> None:
         with suppress(OSError):
             while data := await reader.read(PIECE):
-                if late and self.delay:
-                    await asyncio.sleep(self.delay)
-                writer.write(data)
-                await writer.drain()
+                if late:
+                    await self._answer(data, writer)
+                else:
+                    self.asked.set()
+                    writer.write(data)
+                    await writer.drain()
+
+    async def _answer(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(self.delay)
+        fault = self.fault
+        if fault is Fault.HANG:
+            await asyncio.Event().wait()
+        elif fault is Fault.CUT:
+            writer.write(data[: len(data) // 2])
+            raise ConnectionResetError
+        elif fault is Fault.GARBAGE:
+            data = Random(len(data)).randbytes(len(data))
+        step = DRIP if fault is Fault.DRIP else PIECE
+        for at in range(0, len(data), step):
+            writer.write(data[at : at + step])
+            await writer.drain()
+            await asyncio.sleep(0.002 if fault is Fault.DRIP else 0)
+
+
+# An S3 server that is full, where the real one never is: a proxy before it that takes no more objects when it is told
+# to. All else goes on to the server and back as it is, as late as ``SlowProxy`` makes it.
+#
+# The refusals are those of real servers: Ceph's radosgw, over its quota (as it was seen to answer), and one whose disks
+# are full (MinIO's). Requests are told apart by their heads: the client must say how long each is, and send it when it
+# has the answer to the one before.
+
+
+class Refusal(NamedTuple):
+    """The answer of a full server."""
+
+    status: str
+    code: str
+
+
+QUOTA = Refusal("403 Forbidden", "QuotaExceeded")
+DISKS = Refusal("507 Insufficient Storage", "XMinioStorageFull")
+
+
+class FullProxy(SlowProxy):
+    """``refused``: how many objects were not taken."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
+        self.refused = 0
+        self._refusal: Refusal | None = None
+
+    def full(self, refusal: Refusal | None) -> None:
+        """From now on refuse objects with ``refusal``; None: take them again."""
+        self._refusal = refusal
+
+    async def _forward(
+        self, reader: asyncio.StreamReader, theirs: asyncio.StreamWriter, ours: asyncio.StreamWriter
+    ) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                refusal = self._refusal if head.startswith(b"PUT ") else None
+                if refusal is None:
+                    theirs.write(head)
+                await _body(reader, _length(head), None if refusal is not None else theirs)
+                if refusal is not None:
+                    self.refused += 1
+                    ours.write(_answer(refusal))
+                    await ours.drain()
+
+
+async def _body(reader: asyncio.StreamReader, length: int, to: asyncio.StreamWriter | None) -> None:
+    """Pass on the rest of a request to ``to``; None: drop it."""
+    while length:
+        piece = await reader.read(min(PIECE, length))
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", length)
+        length -= len(piece)
+        if to is not None:
+            to.write(piece)
+            await to.drain()
+
+
+def _length(head: bytes) -> int:
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return int(line.partition(b":")[2])
+    return 0
+
+
+def _answer(refusal: Refusal) -> bytes:
+    body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{refusal.code}</Code><Message></Message></Error>'
+    head = f"HTTP/1.1 {refusal.status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()

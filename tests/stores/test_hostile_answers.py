@@ -76,7 +76,6 @@ async def said_at_opening(reply: bytes) -> None:
         pass
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reply", [
     b"*1\r\n" * 100_000, b"*1\r\n:1\r\n", b"*1\r\n*0\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n:7\r\n", b"*1\r\n$1\r\nx\r\n",
     b"*1\r\n*3\r\n:0\r\n:99999999\r\n*2\r\n$1\r\nh\r\n:1\r\n", b"*1\r\n*3\r\n:-5\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n",
@@ -91,7 +90,6 @@ async def test_a_map_of_a_cluster_that_is_none_is_unavailable(reply: bytes) -> N
     assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("piece", [b":1\r\n", b"$-1\r\n", b"+a\r\n", b"*0\r\n", b"$300\r\n" + bytes(300) + b"\r\n"])
 async def test_a_list_without_an_end_is_no_answer(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Answers, "room", 1 << 20)
@@ -108,7 +106,6 @@ async def test_a_list_without_an_end_is_no_answer(piece: bytes, monkeypatch: pyt
             await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?stall=60"), LAYOUT)
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_says_a_byte_now_and_then_is_a_time_out() -> None:
     """It is never silent, and never done."""
 
@@ -130,7 +127,6 @@ def one_for_all(port: int) -> bytes:
     return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("where", [
     b"", b" ", b" x", b" 1", b" 1 h", b" 1 h:", b" 1 h:x", b" 1 h:99999999", b" 99999 h:1", b" -1 h:1", b" 1 h:0",
 ])  # fmt: skip
@@ -145,7 +141,6 @@ async def test_a_redirection_to_nowhere_is_none(word: bytes, where: bytes) -> No
         assert backend.stats()["nodes"] == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 async def test_servers_that_redirect_for_ever_are_asked_a_few_times(word: bytes) -> None:
     asked = 0
@@ -165,7 +160,6 @@ async def test_servers_that_redirect_for_ever_are_asked_a_few_times(word: bytes)
         assert backend.stats()["nodes"] == 1
 
 
-@pytest.mark.asyncio
 async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
     asked: list[bytes] = []
 
@@ -182,7 +176,6 @@ async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
         assert await backend.exists([page_key("a")]) == [Result.HIT]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reply", [b":1\r\n", b"+OK\r\n", b":2\r\n", b"-WHAT\r\n"])
 async def test_what_is_no_page_is_never_a_hit(reply: bytes) -> None:
     """A hit is 1, and so is what a server may say."""
@@ -192,7 +185,6 @@ async def test_what_is_no_page_is_never_a_hit(reply: bytes) -> None:
         assert result is FAILED
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reply", [
     b":1\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n$1\r\n0\r\n", b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n:5\r\n",
     b"*2\r\n$1\r\n0\r\n*2\r\n$1\r\na\r\n:5\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n*1\r\n:1\r\n", b"*2\r\n" * 50_000,

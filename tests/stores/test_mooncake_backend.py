@@ -1,5 +1,4 @@
-"""The Mooncake backend against a real store, as the runtime uses it: pools registered once, pages straight from and
-into them."""
+"""The Mooncake backend against a real store: as the runtime uses it, and the shipped suite."""
 
 from __future__ import annotations
 
@@ -25,11 +24,14 @@ from asynccache.storage import (
     PageKey,
     Record,
     Result,
+    StorageBackend,
     StoreLayout,
     parse_url,
 )
 from asynccache.testing.backend_suite import (
     LAYOUT,
+    BackendSuite,
+    OpenBackend,
     aligned,
     blank,
     content,
@@ -41,6 +43,10 @@ from asynccache.testing.backend_suite import (
 )
 from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.server import HOST, free_port
+
+# The Mooncake backend against a real store, as the runtime uses it: pools registered once, pages straight from and
+# into them.
+
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -88,7 +94,6 @@ class Pool:
         return all(bytes(r.header) + bytes(r.payload) == content(k, HEADER_BYTES + r.payload.nbytes) for k, r in pairs)
 
 
-@pytest.mark.asyncio
 async def test_payloads_in_registered_pools_are_copied_by_nobody(backend: MooncakeBackend) -> None:
     pool, keys = Pool(backend, 131077, 60), keys_of(30)  # no even size, so all but one begin at odd addresses
     assert await backend.put(keys, pool.fill(keys)) == [HIT] * 30
@@ -99,7 +104,6 @@ async def test_payloads_in_registered_pools_are_copied_by_nobody(backend: Moonca
     assert stats["registered_bytes"] == 60 * 131077 + 2 * STAGE_BYTES  # of the threads that read and write
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", sorted(LAYOUT.page_bytes))
 async def test_short_pages_go_through_the_stage_in_one_transfer(backend: MooncakeBackend, name: str) -> None:
     pool, keys = Pool(backend, LAYOUT.page_bytes[name], 200), keys_of(100, name)
@@ -109,7 +113,6 @@ async def test_short_pages_go_through_the_stage_in_one_transfer(backend: Mooncak
     assert backend.stats()["staged_pages"] == 200
 
 
-@pytest.mark.asyncio
 async def test_short_and_long_pages_in_one_call(backend: MooncakeBackend) -> None:
     short, long = Pool(backend, 4096, 2), Pool(backend, 1 << 20, 2)
     keys = keys_of(2)
@@ -121,14 +124,12 @@ async def test_short_and_long_pages_in_one_call(backend: MooncakeBackend) -> Non
     assert backend.stats()["staged_pages"] == 2
 
 
-@pytest.mark.asyncio
 async def test_memory_that_is_not_registered_goes_through_the_stage(backend: MooncakeBackend) -> None:
     keys = keys_of(300)
     await put_all(backend, keys)
     assert backend.stats()["staged_pages"] == 300
 
 
-@pytest.mark.asyncio
 async def test_a_page_longer_than_the_stage(backend: MooncakeBackend) -> None:
     key = page_key("long")
     long = Record(aligned(HEADER_BYTES), aligned(9 << 20))
@@ -139,7 +140,6 @@ async def test_a_page_longer_than_the_stage(backend: MooncakeBackend) -> None:
     assert same([long], [back])
 
 
-@pytest.mark.asyncio
 async def test_two_caches_may_share_a_pool_and_part_in_any_order(mooncake_master: Any, namespace: str) -> None:
     one, two = await open_at(mooncake_master, namespace), await open_at(mooncake_master, namespace)
     slab = aligned(1 << 20)
@@ -157,7 +157,6 @@ async def test_two_caches_may_share_a_pool_and_part_in_any_order(mooncake_master
     await two.aclose()
 
 
-@pytest.mark.asyncio
 async def test_memory_that_overlaps_is_refused_and_staged(backend: MooncakeBackend) -> None:
     slab = aligned(1 << 20)
     backend.register("full", slab)
@@ -169,7 +168,6 @@ async def test_memory_that_overlaps_is_refused_and_staged(backend: MooncakeBacke
     await put_all(backend, keys)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [16384 - 1, 16384 + 1, 16384 * 2, 1])
 async def test_a_page_of_another_length_is_corrupt_and_the_others_are_not(backend: MooncakeBackend, size: int) -> None:
     keys = keys_of(3)
@@ -179,7 +177,6 @@ async def test_a_page_of_another_length_is_corrupt_and_the_others_are_not(backen
     assert same([stored[0], stored[2]], [records[0], records[2]])
 
 
-@pytest.mark.asyncio
 async def test_a_key_twice_in_one_get_fills_both_buffers(backend: MooncakeBackend) -> None:
     keys = [page_key("a"), page_key("b"), page_key("a"), page_key("none"), page_key("none")]
     stored = await put_all(backend, keys[:2])
@@ -188,7 +185,6 @@ async def test_a_key_twice_in_one_get_fills_both_buffers(backend: MooncakeBacken
     assert same([stored[0], stored[1], stored[0]], records[:3])
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_was_just_read_can_be_deleted(backend: MooncakeBackend) -> None:
     """A read leases an object; a corrupt page must leave all the same."""
     key = page_key("leased")
@@ -199,7 +195,6 @@ async def test_a_page_that_was_just_read_can_be_deleted(backend: MooncakeBackend
     assert await backend.exists([key]) == [MISS]
 
 
-@pytest.mark.asyncio
 async def test_clear_leaves_other_namespaces_alone(mooncake_master: Any, namespace: str) -> None:
     mine, longer = await open_at(mooncake_master, namespace), await open_at(mooncake_master, namespace + "b")
     keys = keys_of(5)
@@ -214,7 +209,6 @@ async def test_clear_leaves_other_namespaces_alone(mooncake_master: Any, namespa
     await longer.aclose()
 
 
-@pytest.mark.asyncio
 async def test_it_can_be_listed(backend: MooncakeBackend, mooncake_master: Any, namespace: str) -> None:
     other = await open_at(mooncake_master, namespace + "b")
     await put_all(other, keys_of(3))
@@ -226,7 +220,6 @@ async def test_it_can_be_listed(backend: MooncakeBackend, mooncake_master: Any, 
     await other.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_list_needs_to_know_where_the_admin_server_is(mooncake_master: Any, namespace: str) -> None:
     url = mooncake_master.url.partition("?")[0]
     blind = await MooncakeBackend.open(parse_url(url, {"namespace": namespace}), LAYOUT)
@@ -239,7 +232,6 @@ async def test_a_list_needs_to_know_where_the_admin_server_is(mooncake_master: A
     await wrong.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_is_nothing_but_its_key_to_the_store(backend: MooncakeBackend, namespace: str) -> None:
     """A pool's name is the user's text: it reaches no name in the store."""
     layout = StoreLayout({"../x' OR *": 4096}, RECORD_SCHEMA)
@@ -250,7 +242,6 @@ async def test_a_page_is_nothing_but_its_key_to_the_store(backend: MooncakeBacke
     await store.delete([key])
 
 
-@pytest.mark.asyncio
 async def test_other_options_are_refused_while_the_client_is_used(mooncake_master: Any, namespace: str) -> None:
     one = await open_at(mooncake_master, namespace)
     for option in ({"segment": "16MiB"}, {"buffer": "1MiB"}, {"host": "127.0.0.2"}):
@@ -260,7 +251,6 @@ async def test_other_options_are_refused_while_the_client_is_used(mooncake_maste
     await one.aclose()
 
 
-@pytest.mark.asyncio
 async def test_the_client_is_shared_and_stays(mooncake_master: Any, namespace: str) -> None:
     settings = settings_of(parse_url(mooncake_master.url))
     one, two = await acquire(settings), await acquire(settings)
@@ -274,14 +264,12 @@ async def test_the_client_is_shared_and_stays(mooncake_master: Any, namespace: s
     three.release()
 
 
-@pytest.mark.asyncio
 async def test_no_master_is_unavailable_at_once() -> None:
     MooncakeMaster.installed()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await MooncakeBackend.open(parse_url(f"mooncake://{HOST}:{free_port()}"), LAYOUT)
 
 
-@pytest.mark.asyncio
 async def test_a_master_that_never_answers_is_a_timeout() -> None:
     """The system accepts for it, as for a stopped process; the client would freeze the process to find out."""
     MooncakeMaster.installed()
@@ -293,7 +281,6 @@ async def test_a_master_that_never_answers_is_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["the call", "every task, as asyncio.run does"])
-@pytest.mark.asyncio
 async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     mooncake_master: Any, monkeypatch: pytest.MonkeyPatch, every: bool
 ) -> None:
@@ -322,7 +309,6 @@ async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     one.release()
 
 
-@pytest.mark.asyncio
 async def test_what_was_put_twice_is_what_was_put_first(backend: MooncakeBackend) -> None:
     """Keys are written once, whoever writes them and however often."""
     key = page_key("once")
@@ -332,3 +318,17 @@ async def test_what_was_put_twice_is_what_was_put_first(backend: MooncakeBackend
     back = blank(key)
     assert await backend.get([key], [back]) == [HIT]
     assert same([back], [record_of(key)])
+
+
+# The conformance suite against a real Mooncake store, each test in a namespace of its own.
+
+
+class TestMooncake(BackendSuite):
+    persistent = True
+
+    @pytest.fixture
+    def open_backend(self, mooncake_master: Any, namespace: str) -> OpenBackend:
+        async def open_backend() -> StorageBackend:
+            return await MooncakeBackend.open(parse_url(mooncake_master.url, {"namespace": namespace}), LAYOUT)
+
+        return open_backend

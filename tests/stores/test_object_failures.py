@@ -24,9 +24,9 @@ from asynccache.storage import (
 )
 from asynccache.testing.backend_suite import content
 from tests.storage.page_kit import fill, get, put
-from tests.stores.full_proxy import DISKS, QUOTA, FullProxy, Refusal
+from tests.stores.object_server import MotoServer
 from tests.stores.object_store_kit import bare, open_at, opened, some_keys, until_hit
-from tests.stores.s3_server import MotoServer
+from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, Refusal
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,6 @@ class Buffers:
         return False
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("layout", [LARGE, SMALL], ids=["large", "small"])
 async def test_a_put_cancelled_anywhere_holds_no_buffer(url: str, layout: StoreLayout) -> None:
     backend = await ObjectBackend.open(parse_url(url), layout)
@@ -89,7 +88,6 @@ async def test_a_put_cancelled_anywhere_holds_no_buffer(url: str, layout: StoreL
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_get_cancelled_anywhere_holds_no_buffer(url: str) -> None:
     backend = await ObjectBackend.open(parse_url(url), LARGE)
     keys = some_keys("get", 20)
@@ -108,7 +106,6 @@ async def test_a_get_cancelled_anywhere_holds_no_buffer(url: str) -> None:
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url: str) -> None:
     backend = await ObjectBackend.open(parse_url(url), SMALL)
     keys = some_keys("share", 6)
@@ -131,34 +128,6 @@ async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url
     await backend.aclose()
 
 
-@pytest.mark.asyncio
-async def test_a_hung_server_meets_the_deadline_and_hits_come_back(s3_server: MotoServer, url: str) -> None:
-    async with opened(url, LARGE, timeout=1.0) as store:
-        keys, new = some_keys("old", 8), some_keys("new", 8)
-        await fill(store, keys)
-        s3_server.hang()
-        try:
-            for n, (call, which) in enumerate(((get, keys), (put, new))):
-                began = time.monotonic()
-                assert await call(store, which) == [FAILED] * 8
-                assert time.monotonic() - began < 3
-                assert store.stats()["timeouts"] == n + 1
-            buffers = Buffers(new, LARGE)
-            task = asyncio.ensure_future(bare(store).put(new, buffers.records))
-            await asyncio.sleep(0.1)
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
-            assert not buffers.held()
-            assert set(await store.exists(keys)) == {HIT}              # asks nobody
-        finally:
-            s3_server.resume()
-        assert await get(store, keys) == [HIT] * 8
-        await fill(store, new)
-        assert await get(store, new) == [HIT] * 8
-
-
-@pytest.mark.asyncio
 async def test_a_killed_server_fails_calls_soon_and_comes_back_empty(s3_server: MotoServer, url: str) -> None:
     async with opened(url, LARGE, timeout=10.0) as store:
         keys = some_keys("old", 8)
@@ -178,7 +147,6 @@ async def test_a_killed_server_fails_calls_soon_and_comes_back_empty(s3_server: 
         assert store.stats()["timeouts"] == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("refusal", [QUOTA, DISKS], ids=["quota", "disks"])
 async def test_a_full_server_refuses_pages_and_serves_what_it_has(
     s3_server: MotoServer, url: str, refusal: Refusal
@@ -212,7 +180,6 @@ async def until_stored(store: CheckedStore, keys: list[PageKey]) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.asyncio
 async def test_two_stores_share_a_bucket_through_an_outage(s3_server: MotoServer, url: str) -> None:
     async with opened(url) as one, opened(url) as two:
         await fill(one, some_keys("0", 5))
@@ -225,7 +192,6 @@ async def test_two_stores_share_a_bucket_through_an_outage(s3_server: MotoServer
         assert two.stats()["failed_calls"] == 0
 
 
-@pytest.mark.asyncio
 async def test_closing_beside_a_hung_server_ends(s3_server: MotoServer, url: str) -> None:
     store = await open_at(url, LARGE)
     keys = some_keys("0", 4)

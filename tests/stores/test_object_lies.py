@@ -50,7 +50,6 @@ async def use(url: str) -> None:
         await bare(store)._catalog.save()
 
 
-@pytest.mark.asyncio
 async def test_an_object_of_a_tebibyte_is_not_read(tmp_path: Path) -> None:
     """An index, a tombstone and a pack, each with a true beginning or end as far as anybody could tell."""
     await use(folder_url(tmp_path / "s"))
@@ -117,7 +116,6 @@ def test_an_index_that_verifies_and_cannot_be_true_is_not_believed(data: bytes) 
     assert parse_snapshot(memoryview(data), SCHEMA) is None
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("cursor", [1e10, 1e300, -1e306])
 async def test_an_index_of_an_impossible_time_hides_nothing(tmp_path: Path, cursor: float) -> None:
     await use(folder_url(tmp_path / "s"))
@@ -130,7 +128,6 @@ async def test_an_index_of_an_impossible_time_hides_nothing(tmp_path: Path, curs
         assert await get(store, KEYS) == [MISS] + [HIT] * 19
 
 
-@pytest.mark.asyncio
 async def test_a_footer_that_claims_more_than_its_object_has_is_left_out(tmp_path: Path) -> None:
     await use(folder_url(tmp_path / "s"))
     entries = pack_entries([KEYS[0].key], [bytes(64)], [1 << 40], 0)

@@ -1,26 +1,35 @@
-"""Several writers on one prefix: they hit each other's pages, delete for each other, and harm nobody."""
+"""Object stores: several writers, what is found again after damage and kill -9, and calls that are cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from secrets import token_hex
+from typing import Any
 
 import pytest
 from asynccache_backends.object_store.formats import LAST_STAMP, first_name
 
-from asynccache.storage import Listable, Result, Watchable
-from asynccache.testing.backend_suite import blank, record_of, same
-from tests.storage.page_kit import fill, get
-from tests.stores.object_store_kit import bare, folder_url, objects, opened, packs, some_keys, until_hit
+from asynccache.storage import Listable, PageKey, Result, StoreLayout, Watchable
+from asynccache.testing.backend_suite import LAYOUT, blank, page_key, record_of, same
+from tests.storage.page_kit import fill, get, put
+from tests.stores.object_server import MotoServer
+from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys, until_hit
 from tests.waiting import until
 
-HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
+# Several writers on one prefix: they hit each other's pages, delete for each other, and harm nobody.
+
+
+HIT, MISS, CORRUPT, FAILED = Result.HIT, Result.MISS, Result.CORRUPT, Result.FAILED
 SOON = "refresh=0.02"
 
 
-@pytest.mark.asyncio
 async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
@@ -34,7 +43,6 @@ async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
         assert two.stats()["footers_read"] == 3
 
 
-@pytest.mark.asyncio
 async def test_without_refresh_others_pages_are_not_looked_for(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as one, opened(folder_url(tmp_path)) as two:
         await fill(one, some_keys("0", 5))
@@ -42,7 +50,6 @@ async def test_without_refresh_others_pages_are_not_looked_for(tmp_path: Path) -
         assert two.stats()["lists"] == 1
 
 
-@pytest.mark.asyncio
 async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
@@ -56,7 +63,6 @@ async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_
         assert await get(one, keys) == [HIT, MISS, HIT, HIT, HIT]
 
 
-@pytest.mark.asyncio
 async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     async with opened(url) as one, opened(url) as two:
@@ -71,7 +77,6 @@ async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
         await fill(two, keys)
 
 
-@pytest.mark.asyncio
 async def test_writers_of_the_same_pages_harm_nobody(tmp_path: Path) -> None:
     url, keys = folder_url(tmp_path), some_keys("0", 20)
     async with opened(url) as one, opened(url) as two, opened(url) as three:
@@ -87,7 +92,6 @@ def name_ahead(seconds: float) -> str:
     return first_name(min(int((time.time() + seconds) * 1000), LAST_STAMP)) + token_hex(10)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("ahead", [3600.0, 48 * 3600.0, 2**48 / 1000])
 async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_again(
     tmp_path: Path, ahead: float, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +115,6 @@ async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_
         assert await get(store, keys + others) == [HIT] * 5
 
 
-@pytest.mark.asyncio
 async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     keys = some_keys("0", 4)
@@ -126,7 +129,6 @@ async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_rea
         assert await get(store, keys) == [MISS, MISS, HIT, HIT]
 
 
-@pytest.mark.asyncio
 async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
     url, told = folder_url(tmp_path, SOON), set[bytes]()
     async with opened(url) as one, opened(url) as two:
@@ -145,7 +147,6 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
         await until(lambda: told == {key.key for key in keys[3:]}, "told")
 
 
-@pytest.mark.asyncio
 async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         for n in range(4):
@@ -159,7 +160,6 @@ async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
         assert found == [2, 2, 0, 2]
 
 
-@pytest.mark.asyncio
 async def test_small_puts_share_packs(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         keys = some_keys("0", 100)
@@ -171,7 +171,6 @@ async def test_small_puts_share_packs(tmp_path: Path) -> None:
         assert store.stats()["range_reads"] <= 4
 
 
-@pytest.mark.asyncio
 async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         await fill(store, some_keys("0", 4))
@@ -183,7 +182,6 @@ async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> Non
         assert set(await get(store, some_keys("1", 4))) == {HIT}
 
 
-@pytest.mark.asyncio
 async def test_what_a_rule_of_the_bucket_has_removed_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,3 +206,240 @@ async def test_what_a_rule_of_the_bucket_has_removed_is_forgotten(
         assert await get(store, keys) == [MISS] * 4
         await fill(store, keys)
         assert await get(store, keys) == [HIT] * 4
+
+
+# The pages in an object store are found again: from footers, from a snapshot, from a bad one. Objects that are no
+# packs of ours are not served.
+
+
+async def fill_packs(url: str, count: int) -> None:
+    """Four pages in each of ``count`` packs."""
+    async with opened(url) as store:
+        for n in range(count):
+            await fill(store, some_keys(str(n), 4))
+
+
+async def check(url: str, count: int, missing: tuple[int, ...] = ()) -> dict[str, int | float]:
+    """Everything is there but for the keys of some packs."""
+    async with opened(url) as store:
+        for n in range(count):
+            assert set(await get(store, some_keys(str(n), 4))) == {MISS if n in missing else HIT}
+        return dict(store.stats())
+
+
+async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    await fill_packs(url, 10)
+    assert (await check(url, 10))["footers_read"] == 10
+    await fill_packs(url, 70)                          # enough to be saved when it is closed
+    assert len(objects(tmp_path, "index")) == 1
+    assert (await check(url, 70))["footers_read"] == 0
+    async with opened(url) as store:
+        await fill(store, some_keys("late", 4))
+    stats = await check(url, 70)
+    assert (stats["footers_read"], stats["pages"]) == (1, 284)
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
+async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
+    url = folder_url(tmp_path)
+    await fill_packs(url, 70)
+    (path,) = objects(tmp_path, "index")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if harm == "remove":
+        path.unlink()
+    else:
+        path.write_bytes({"flip": bytes(data), "cut": bytes(data[: len(data) // 3]), "empty": b""}[harm])
+    stats = await check(url, 70)
+    assert stats["footers_read"] == 70
+    assert stats["bad_snapshots"] == (harm != "remove")
+
+
+async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    await fill_packs(url, 70)
+    for path in packs(tmp_path)[:3]:
+        path.unlink()
+    async with opened(folder_url(tmp_path, "refresh=0.02")) as store:              # finds out by itself
+        await until(lambda: store.stats()["vanished_packs"] == 3, "a full list")
+        assert set(await store.exists(some_keys("1", 4))) == {MISS}
+    assert (await check(url, 70, missing=(0, 1, 2)))["vanished_packs"] == 3
+
+
+async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    await fill_packs(url, 70)
+    keys = some_keys("0", 4)
+    async with opened(url) as store:
+        assert await store.delete(keys[:2]) == [HIT, HIT]
+    for _ in range(2):
+        async with opened(url) as store:
+            assert await get(store, keys) == [MISS, MISS, HIT, HIT]
+            await bare(store)._catalog.save()          # knows of it
+    async with opened(url) as store:
+        await fill(store, keys[:1])
+    async with opened(url) as store:
+        assert await get(store, keys) == [HIT, MISS, HIT, HIT]
+
+
+@pytest.mark.parametrize("harm", ["cut", "cut within", "empty", "foreign", "other", "gone"])
+async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: Path, harm: str) -> None:
+    url = folder_url(tmp_path)
+    await fill_packs(url, 3)
+    path = packs(tmp_path)[1]
+    data = path.read_bytes()
+    new = {
+        "cut": data[:-1], "cut within": data[:20_000], "empty": b"", "foreign": b"x" * 30_000,
+        "other": data[:-24] + sha256(data).digest()[:24],
+    }
+    async with opened(url) as store:                   # knows the pack as it was
+        if harm == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(new[harm])
+        results = await get(store, some_keys("1", 4))
+        if harm in ("cut within", "empty"):
+            assert set(results) == {CORRUPT}           # and the pack is forgotten, not asked for again
+            assert set(await get(store, some_keys("1", 4))) == {MISS}
+        elif harm == "gone":
+            assert set(results) == {MISS}
+        assert set(await get(store, some_keys("2", 4))) == {HIT}
+        assert store.stats()["failed_calls"] == 0
+    stats = await check(url, 3, missing=(1,))          # and is met for the first time by another
+    assert stats["unreadable_packs"] == (harm != "gone")
+
+
+async def test_a_pack_of_another_record_schema_is_left_alone(tmp_path: Path) -> None:
+    other = StoreLayout(LAYOUT.page_bytes, sha256(b"other").digest())
+    async with opened(folder_url(tmp_path), other) as store:
+        await fill(store, some_keys("0", 4))
+    async with opened(folder_url(tmp_path)) as store:
+        assert set(await get(store, some_keys("0", 4))) == {MISS}
+        await fill(store, some_keys("1", 4))
+    async with opened(folder_url(tmp_path), other) as store:
+        assert set(await get(store, some_keys("0", 4))) == {HIT}
+
+
+async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    await fill_packs(url, 1)
+    (path,) = packs(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[16384 + 5] ^= 8                               # in the second page
+    path.write_bytes(data)
+    keys = some_keys("0", 4)
+    async with opened(url) as store:
+        assert await get(store, keys) == [HIT, CORRUPT, HIT, HIT]
+    async with opened(url) as store:
+        assert await get(store, keys) == [HIT, MISS, HIT, HIT]
+
+
+async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "packs").mkdir()
+    theirs = tmp_path / "packs" / "readme.txt"
+    theirs.write_text("hello")
+    store = await open_at(folder_url(tmp_path))
+    await fill(store, some_keys("0", 4))
+    await store.delete(some_keys("0", 4))
+    await store.aclose()
+    assert theirs.read_text() == "hello"
+
+
+# Calls of the object store that are cancelled at the worst moment end, and leave nothing running.
+
+
+async def test_a_put_cancelled_as_its_pack_is_about_to_begin_ends(tmp_path: Path) -> None:
+    async with opened(folder_url(tmp_path, "refresh=0&parallel=1")) as store:
+        uploads = bare(store)._uploads
+
+        class Away(set[Any]):
+            def discard(self, load: Any) -> None:
+                super().discard(load)
+                second.cancel()  # it hears of that before the task that is to send its pack begins
+
+        uploads._sending = Away()
+        first = asyncio.ensure_future(put(store, some_keys("first", 2)))
+        second = asyncio.ensure_future(put(store, some_keys("second", 2)))
+        assert await first == [HIT, HIT]
+        done, _ = await asyncio.wait([second], timeout=5)
+        assert done
+        assert second.cancelled()
+        await fill(store, some_keys("third", 2))
+
+
+async def test_closing_that_is_cancelled_leaves_nothing_running(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
+    with backend._open_calls:
+        closing = asyncio.ensure_future(backend.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    await backend.aclose()
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path) -> None:
+    backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(backend._keeper.stop())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    await backend.aclose()
+
+
+# kill -9 of a writer at any moment: everything whose put had returned is there, and nothing served is wrong.
+
+
+CHILD = Path(__file__).parent / "object_store_child.py"
+ROOT = CHILD.parents[2]
+BATCH = 10
+
+
+def batch_keys(round_: int, batch: int) -> list[PageKey]:
+    """The keys of one of the child's batches."""
+    return [page_key(f"{round_}/{batch}/{i}", "odd" if i % 5 == 4 else "full") for i in range(BATCH)]
+
+
+def killed_after(lines: int, url: str, round_: int) -> list[str]:
+    """What a child had said when it was killed, some time after that many lines."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+    command = [sys.executable, str(CHILD), url, str(round_)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        said = [child.stdout.readline() for _ in range(lines)]
+        child.kill()
+        return [line for line in (*said, *child.stdout.readlines()) if line.endswith("\n")]
+
+
+def numbers(said: list[str], word: str) -> set[int]:
+    """The batches of which that was said."""
+    return {int(line.split()[1]) for line in said if line.startswith(f"{word} ")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["s3", "folder"])
+async def test_what_a_killed_writer_had_stored_is_there(
+    place: str, s3_server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.client_environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_server.url_at("kill") + "&refresh=0" if place == "s3" else folder_url(tmp_path / "store")
+    rng, history = Random(f"kill {place}"), list[list[str]]()
+    for round_ in range(3):
+        history.append(killed_after(rng.randrange(4, 40), url, round_))
+        async with opened(url) as store:
+            for earlier, said in enumerate(history):
+                for batch in sorted(numbers(said, "put")):
+                    results = await get(store, batch_keys(earlier, batch))
+                    gone = 3 if batch in numbers(said, "deleted") else 0
+                    if batch % 5 == 4 and not gone:    # killed while it deleted
+                        assert set(results[3:]) == {HIT}
+                    else:
+                        assert results == [MISS] * gone + [HIT] * (BATCH - gone)
+            assert store.stats()["errors"] == store.stats()["unreadable_packs"] == 0

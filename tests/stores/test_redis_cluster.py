@@ -1,10 +1,11 @@
-"""A real cluster of three: keys spread, slots that move, nodes that are lost."""
+"""A real cluster of three, and ranks that share one Redis."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,16 @@ from redis.crc import key_slot
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
+from tests.cli.rank_runs import PP2, TP2, Shape, hits, run, sound
+from tests.cli.test_cli_rank_processes import FEW
 from tests.storage.page_kit import get, put
 from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.server import HOST
 from tests.waiting import until
+
+# A real cluster of three: keys spread, slots that move, nodes that are lost.
+
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 
@@ -37,7 +43,6 @@ async def _empty(cluster: RedisCluster) -> None:
     assert _counts(cluster) == [0, 0, 0]
 
 
-@pytest.mark.asyncio
 async def test_pages_spread_over_all_and_come_back_in_order(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(90)
@@ -59,7 +64,6 @@ async def _parts(backend: RedisBackend) -> Any:
         yield part
 
 
-@pytest.mark.asyncio
 async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(30)
@@ -73,7 +77,6 @@ async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) ->
         assert await backend.exists(keys) == [HIT] * 30
 
 
-@pytest.mark.asyncio
 async def test_cluster_off_and_on(redis_cluster: RedisCluster) -> None:
     with pytest.raises(ConfigError, match="several hosts"):
         await RedisBackend.open(parse_url(f"{redis_cluster.url}?cluster=off"), LAYOUT)
@@ -136,7 +139,6 @@ async def _say(server: RedisServer, words: Sequence[bytes]) -> bytes:
     return line
 
 
-@pytest.mark.asyncio
 async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
     """Before, half-way (ASK) and after (MOVED), with and without the page there; the map is read anew."""
     await _empty(redis_cluster)
@@ -166,7 +168,6 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
         assert sum(_counts(redis_cluster)) == 40
 
 
-@pytest.mark.asyncio
 async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connections(redis_cluster: RedisCluster) -> None:
     """Also one that was at work for a request when the map changed. Servers that come and go leave nothing behind."""
     await _empty(redis_cluster)
@@ -193,7 +194,6 @@ async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connectio
         assert await backend.delete(keys) == [HIT] * 30
 
 
-@pytest.mark.asyncio
 async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(60)
@@ -217,7 +217,6 @@ async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisClust
         assert await put(store, keys) == [HIT] * 60
 
 
-@pytest.mark.asyncio
 async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(60)
@@ -241,7 +240,6 @@ async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: Re
         await until(whole)
 
 
-@pytest.mark.asyncio
 async def test_a_cluster_that_is_gone_is_unavailable() -> None:
     with RedisCluster() as cluster:
         async with opened(cluster.url) as backend:
@@ -265,7 +263,6 @@ async def test_a_cluster_that_is_gone_is_unavailable() -> None:
             await put_all(backend, keys)
 
 
-@pytest.mark.asyncio
 async def test_cancelled_with_all_nodes_at_work(redis_cluster: RedisCluster) -> None:
     keys = [page_key(f"c{i}") for i in range(60)]
     async with opened(redis_cluster.url) as backend:
@@ -281,3 +278,26 @@ async def test_cancelled_with_all_nodes_at_work(redis_cluster: RedisCluster) -> 
         finally:
             redis_cluster.resume()
         assert (await get_all(backend, keys))[0] == [HIT] * 60
+
+
+# Ranks that share one Redis: each writes its own shards, one writes for all what is replicated, and a new group of
+# processes finds both.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "more"), [(TP2, ("--replicated", "full:tp,mamba")), pytest.param(PP2, (), marks=pytest.mark.soak)],
+    ids=["tp2-replicated", "pp2"],
+)  # fmt: skip
+def test_a_new_group_finds_what_ranks_have_stored_together(
+    shape: Shape, more: tuple[str, ...], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    redis_server.say("FLUSHALL")
+    out = tmp_path / "report.json"
+    first, second = (run(shape, redis_server.url, out, "--requests", count, *more) for count in ("60", FEW))
+    for report in (first, second):
+        sound(report, shape)
+    hits(second, "storage")
+    if more:                                           # SWA alone has a copy for each rank
+        stored = first["stores"]["redis"]
+        assert stored["put_pages"] < 2 * first["stages"]["backup_storage"]["pages"], stored

@@ -122,7 +122,6 @@ def server_of(settings: RedisSettings, **changed: Any) -> RedisServer:
     return RedisServer(settings.seeds[0], replace(settings, **changed), Counter())
 
 
-@pytest.mark.asyncio
 async def test_one_request_after_another() -> None:
     async with connected(answers(b"+PONG\r\n", b":1\r\n:2\r\n")) as connection:
         assert await connection.ask(PING) == [b"PONG"]
@@ -130,7 +129,6 @@ async def test_one_request_after_another() -> None:
         assert not connection.link.closed
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "reply", [b"", b"$10", b"$4160\r\n", b"$4160\r\n" + bytes(70), b"$4160\r\n" + bytes(4160), b"$99\r\nabc"]
 )
@@ -145,7 +143,6 @@ async def test_a_connection_lost_in_the_middle(reply: bytes) -> None:
             await connection.ask(PING)
 
 
-@pytest.mark.asyncio
 async def test_what_was_answered_before_the_end_counts() -> None:
     record = blank(4096)
     async with connected(answers(b"$4160\r\n" + bytes(4160) + b"\r\n")) as connection:
@@ -153,7 +150,6 @@ async def test_what_was_answered_before_the_end_counts() -> None:
         await until(lambda: connection.link.closed)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"+OK\r\n+OK\r\n", b"*1\r\n", b"$9\r\nxx"])
 async def test_nonsense_ends_it(reply: bytes) -> None:
     record = blank(100)
@@ -164,7 +160,6 @@ async def test_nonsense_ends_it(reply: bytes) -> None:
         assert is_free(record)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("word", [b"+hello\r\n", b"$", b""])
 async def test_a_word_between_requests_ends_it(word: bytes) -> None:
     """Or a later request would take it for its own answer. No word: the server has closed."""
@@ -181,7 +176,6 @@ async def test_a_word_between_requests_ends_it(word: bytes) -> None:
         await until(lambda: connection.link.closed)
 
 
-@pytest.mark.asyncio
 async def test_answers_ahead_of_the_question_end_it() -> None:
     """All replies are there while half of a page is unsent: the other half would become part of the next request."""
     async def hasty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -196,7 +190,6 @@ async def test_answers_ahead_of_the_question_end_it() -> None:
         assert connection.link.closed
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("script", [silent, deaf])
 async def test_silence_is_a_time_out(script: Script) -> None:
     record = blank(16 << 20)
@@ -209,7 +202,6 @@ async def test_silence_is_a_time_out(script: Script) -> None:
     assert is_free(record)
 
 
-@pytest.mark.asyncio
 async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
     loop, last = asyncio.get_running_loop(), 0.0
 
@@ -228,7 +220,6 @@ async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
         assert loop.time() - last >= 0.43
 
 
-@pytest.mark.asyncio
 async def test_slow_is_not_silent() -> None:
     async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
@@ -240,7 +231,6 @@ async def test_slow_is_not_silent() -> None:
         assert await connection.ask(PING) == [b"PONG"]
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
     """Nothing is answered meanwhile, and it takes far longer than ``stall``."""
     async def sips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -257,7 +247,6 @@ async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
         assert await connection.ask(stored(record)) == [b"OK"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("turns", [1, 2, 5])
 async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
     """The peer goes on sending the page; what the caller does with its memory from then on is its own."""
@@ -295,7 +284,6 @@ async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
     assert is_free(record)
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_put_sends_nothing_more() -> None:
     """What has not left by then is never sent: the peer sees the page's first bytes, as they were, and the end."""
     seen = bytearray()
@@ -325,7 +313,6 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
     assert is_free(record)
 
 
-@pytest.mark.asyncio
 async def test_pages_are_asked_for_only_so_far_ahead() -> None:
     """A server that answers the third question only after it has seen the fifth would wait for ever; of pages of 1 MiB
     4 are asked for ahead."""
@@ -358,28 +345,24 @@ def _dead_port() -> int:
         return port
 
 
-@pytest.mark.asyncio
 async def test_nobody_there() -> None:
     address = HostPort(HOST, _dead_port())
     with pytest.raises(Unavailable, match=str(address)):
         await server_of(RedisSettings(seeds=(address,))).ask(PING)
 
 
-@pytest.mark.asyncio
 async def test_a_name_that_is_none() -> None:
     address = HostPort("no-such-host.invalid", 1)
     with pytest.raises(Unavailable, match=r"no-such-host\.invalid"):
         await server_of(RedisSettings(seeds=(address,))).ask(PING)
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_never_greets_is_a_time_out() -> None:
     async with peer(silent) as settings:
         with pytest.raises(Timeout):
             await server_of(settings, password="secret", stall=0.1).ask(PING)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("said", [
     b"-ERR unknown command 'AUTH', with args beginning with: 'hunter2'\r\n", b"-hunter2\r\n", b"+hunter2\r\n",
     b":hunter2\r\n", b"$hunter2\r\n", b"*hunter2\r\n", b"hunter2\r\n", b"-MOVED hunter2\r\n", b"-LOADING hunter2\r\n",
@@ -393,7 +376,6 @@ async def test_what_the_server_says_to_a_password_is_not_repeated(said: bytes) -
         assert "ASYNCCACHE_REDIS_PASSWORD" in str(caught.value)
 
 
-@pytest.mark.asyncio
 async def test_a_redis_py_that_connects_in_another_way_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no password was sent."""
     heard = b""
@@ -412,7 +394,6 @@ async def test_a_redis_py_that_connects_in_another_way_is_refused_by_name(monkey
     assert b"hunter2" not in heard
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_was_closed_while_it_was_made_is_none() -> None:
     """Just when there is a transport, and nothing else to wait for."""
     hung_up = asyncio.Event()
@@ -431,14 +412,12 @@ async def test_a_connection_that_was_closed_while_it_was_made_is_none() -> None:
         await asyncio.wait_for(hung_up.wait(), 5)
 
 
-@pytest.mark.asyncio
 async def test_who_answers_with_http_is_no_redis() -> None:
     async with connected(answers(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as connection:
         with pytest.raises(ProtocolError):
             await connection.ask(PING)
 
 
-@pytest.mark.asyncio
 async def test_connections_are_kept_and_shared() -> None:
     served = 0
 
@@ -461,7 +440,6 @@ async def test_connections_are_kept_and_shared() -> None:
             await server.ask(PAGE)
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_a_connection_gets_it_before_who_had_it() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(100):
@@ -481,7 +459,6 @@ async def test_who_waits_for_a_connection_gets_it_before_who_had_it() -> None:
         server.close()
 
 
-@pytest.mark.asyncio
 async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
     """Not even until the garbage collector comes by."""
     async with peer(silent) as settings:
@@ -501,14 +478,12 @@ async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
         server.close()
 
 
-@pytest.mark.asyncio
 async def test_answers_before_their_questions_end_the_connection_at_once() -> None:
     async with connected(answers(b":7\r\n" * 20, b"")) as connection:
         with pytest.raises(ProtocolError, match="not asked yet"):
             await asyncio.wait_for(connection.ask(fetching(*[blank(1 << 20)] * 20)), 2)
 
 
-@pytest.mark.asyncio
 async def test_a_reply_that_drips_has_the_deadline_of_the_call() -> None:
     """It is never silent, so ``stall`` never ends it."""
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -530,7 +505,6 @@ async def test_a_reply_that_drips_has_the_deadline_of_the_call() -> None:
         await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_small_questions_do_not_wait_behind_pages() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 20):
@@ -549,7 +523,6 @@ async def test_small_questions_do_not_wait_behind_pages() -> None:
         server.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("password", ["p", ""], ids=["greeted", "not greeted"])
 async def test_a_server_that_accepts_and_hangs_up_is_left_alone(password: str) -> None:
     """Without a password nothing is said over a new connection, so that it is lost only when it has been asked."""
@@ -568,7 +541,6 @@ async def test_a_server_that_accepts_and_hangs_up_is_left_alone(password: str) -
         server.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("waits_for", ["a greeting", "TLS"])
 async def test_closing_ends_a_connection_that_is_being_made(waits_for: str) -> None:
     """At once, and not when ``stall`` is over."""
@@ -583,7 +555,6 @@ async def test_closing_ends_a_connection_that_is_being_made(waits_for: str) -> N
                 await task
 
 
-@pytest.mark.asyncio
 async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None:
     async with peer(silent) as settings:
         server = server_of(settings, stall=0.2, connections=2)
@@ -594,13 +565,19 @@ async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None
         server.close()
 
 
-@pytest.mark.asyncio
 async def test_closing_fails_what_is_under_way() -> None:
-    async with peer(silent) as settings:
+    heard = asyncio.Event()
+
+    async def hears(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read(1)
+        heard.set()
+        await silent(reader, writer)
+
+    async with peer(hears) as settings:
         server = server_of(settings)
         record = blank(100)
         task = asyncio.create_task(server.ask(fetching(record)))
-        await asyncio.sleep(0.02)
+        await heard.wait()
         server.close()
         with pytest.raises(Unavailable, match="closed"):
             await task

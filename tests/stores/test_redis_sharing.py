@@ -30,7 +30,6 @@ async def _listed(backend: RedisBackend) -> list[Stored]:
     return [stored async for part in backend.listing() for stored in part]
 
 
-@pytest.mark.asyncio
 async def test_two_clients_hit_each_other_s_pages(redis_server: RedisServer) -> None:
     keys = keys_of(20)
     async with checked(redis_server.url) as one, checked(redis_server.url) as other:
@@ -38,7 +37,6 @@ async def test_two_clients_hit_each_other_s_pages(redis_server: RedisServer) -> 
         assert await get(one, keys) == await get(other, keys) == [HIT] * 20
 
 
-@pytest.mark.asyncio
 async def test_writers_of_one_page_do_no_harm(redis_server: RedisServer) -> None:
     """All at once, with different bytes: one of them wins, whole, and each of them is told that it is stored."""
     key = page_key("contested")
@@ -52,7 +50,6 @@ async def test_writers_of_one_page_do_no_harm(redis_server: RedisServer) -> None
         assert one.stats()["pages"] + other.stats()["pages"] == 1
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_there_is_not_sent_again(redis_server: RedisServer) -> None:
     keys = keys_of(20)
     async with opened(redis_server.url) as backend:
@@ -83,7 +80,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.asyncio
 async def test_two_processes_hit_each_other_s_pages(redis_server: RedisServer) -> None:
     keys = keys_of(60)
     async with checked(redis_server.url) as store:
@@ -95,7 +91,6 @@ async def test_two_processes_hit_each_other_s_pages(redis_server: RedisServer) -
         assert await get(store, keys) == [HIT] * 60
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("other", ["asynccache:b", "asynccach", "team*", "t[a-z]m:", "team?"])
 async def test_prefixes_keep_caches_apart(redis_server: RedisServer, other: str) -> None:
     """Also those that begin alike, and those that mean something to SCAN."""
@@ -112,7 +107,6 @@ async def test_prefixes_keep_caches_apart(redis_server: RedisServer, other: str)
         assert redis_server.say("EXISTS", "teamx" + "k" * 32) == ":1\r\n"
 
 
-@pytest.mark.asyncio
 async def test_keys_of_any_bytes(redis_server: RedisServer) -> None:
     """Line ends, braces, zeros, commands: a key is framed by its length and nothing else."""
     raws = [b"\r\nFLUSHALL\r\n", b"{}", b"{a}", b"\0", b"*1\r\n$8\r\nFLUSHALL\r\n", b"\xff", b"*", b"?[a]\\"]
@@ -127,7 +121,6 @@ async def test_keys_of_any_bytes(redis_server: RedisServer) -> None:
         assert await backend.delete(keys) == [HIT] * len(keys)
 
 
-@pytest.mark.asyncio
 async def test_what_is_listed(redis_server: RedisServer) -> None:
     """Every page once, with its size; more than one SCAN takes."""
     async with opened(redis_server.url) as backend:
@@ -140,7 +133,6 @@ async def test_what_is_listed(redis_server: RedisServer) -> None:
         assert {stored.written for stored in listed} == {0.0}
 
 
-@pytest.mark.asyncio
 async def test_what_left_while_it_was_looked_at_is_not_listed(redis_server: RedisServer) -> None:
     (key,) = keys_of(1)
     async with opened(redis_server.url) as backend:
@@ -149,7 +141,6 @@ async def test_what_left_while_it_was_looked_at_is_not_listed(redis_server: Redi
         assert [stored.key for stored in await backend._entries(names)] == [key.key]
 
 
-@pytest.mark.asyncio
 async def test_with_a_ttl_it_is_known_when_a_page_was_written(redis_server: RedisServer) -> None:
     url = f"{redis_server.url}?ttl=1h"
     async with opened(redis_server.url) as forever, opened(url) as backend:
@@ -161,7 +152,6 @@ async def test_with_a_ttl_it_is_known_when_a_page_was_written(redis_server: Redi
         assert {stored.written for stored in await _listed(forever)} == {0.0}
 
 
-@pytest.mark.asyncio
 async def test_pages_leave_after_their_ttl(redis_server: RedisServer) -> None:
     keys = keys_of(5)
     async with opened(f"{redis_server.url}?ttl=0.3s") as backend, opened(redis_server.url) as forever:
@@ -177,7 +167,6 @@ async def test_pages_leave_after_their_ttl(redis_server: RedisServer) -> None:
 
 
 
-@pytest.mark.asyncio
 async def test_what_this_process_did_is_counted(redis_server: RedisServer) -> None:
     keys = keys_of(6)
     async with opened(redis_server.url) as backend:
@@ -194,7 +183,6 @@ async def test_what_this_process_did_is_counted(redis_server: RedisServer) -> No
         await _listed(backend)
 
 
-@pytest.mark.asyncio
 async def test_found_by_its_scheme(redis_server: RedisServer) -> None:
     store = await open_store(redis_server.url, LAYOUT)
     assert store is not None

@@ -1,21 +1,36 @@
-"""Two processes on one store, with the replay tool: what one has stored, the other hits; and both at the same time are
-harmless. Every page that either reads is verified."""
+"""Every store alike: two processes on one store, pools of every shape, names that users choose."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
+from asynccache import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.cli.main import main
+from asynccache.config import PoolSpec
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import ConfigError
+from asynccache.storage import Listable, PageKey, Result, open_store
+from asynccache.storage.checked import store_layout
+from asynccache.worker.pool_layout import PoolMap
 from tests import warm
+from tests.sidecars.sidecar_kit import deepseek, everything, needed, opened, page_hashes, serve, solid, stack, text
 from tests.stores.each import KINDS, fresh_seed, store_url
+
+# Two processes on one store, with the replay tool: what one has stored, the other hits; and both at the same time are
+# harmless. Every page that either reads is verified.
+
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = tuple(kind for kind in KINDS if kind != "file")  # a folder is one process's at a time
@@ -112,3 +127,255 @@ def test_both_at_the_same_time(
         assert found["storage"]["corrupt_pages"] == 0
     third = here(kind, made, url)
     assert third["hit_ratio"] > 0.9
+
+
+# Pools of every shape on every store: a prompt of which a page is missing, in any pool, is a hit up to the longest
+# prefix that is whole in all pools, and every byte of it is right.
+#
+# DeepSeek-V4's shape (FULL without bytes, compressed KV on it, compressor states on SWA), all three components with
+# sidecars, and the three alone.
+
+
+PAGES = 6
+CHECKPOINTS = (2, 4, 6)
+
+
+class Gone(NamedTuple):
+    """A page that is deleted in the store itself: of which pool, and its place."""
+
+    pool: str
+    page: int
+
+
+def plain(host: int, **more: Any) -> CacheConfig:
+    """The three components, and nothing that hangs on them."""
+    tokens: dict[str, Any] = {"device_tokens": 64, "host_tokens": host * 4}
+    return stack(
+        Full(bytes_per_token=8, layers=2, **tokens),
+        SlidingWindow(window=6, bytes_per_token=4, layers=2, **tokens),
+        Mamba(state_bytes=32, layers=2, device_states=16, host_states=host),
+        sidecars=(), page_size=4, **more,
+    )  # fmt: skip
+
+
+SHAPES: Mapping[str, Callable[..., CacheConfig]] = {"plain": plain, "deepseek": deepseek, "everything": everything}
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return store_url(request.param, request, tmp_path, monkeypatch)
+
+
+def losses(config: CacheConfig) -> Iterator[tuple[Gone, ...]]:
+    """Nothing; one page of each pool, near the end and in the middle; of several pools at once."""
+    yield ()
+    for spec in solid(config):
+        yield (Gone(spec.name, PAGES - 1),)
+    of_full = [spec.name for spec in solid(config) if spec.component is ComponentKind.FULL]
+    others = [spec.name for spec in solid(config) if spec.component is not ComponentKind.FULL]
+    yield tuple(Gone(name, 3) for name in of_full)
+    yield (Gone(of_full[-1], 1),)
+    yield (Gone(of_full[0], PAGES - 1), Gone(others[-1], 3))
+    yield tuple(Gone(name, page) for name in others for page in (3, PAGES - 1))
+    yield (Gone(of_full[0], 0),)
+
+
+def longest(config: CacheConfig, gone: tuple[Gone, ...]) -> int:
+    """The end of the longest prefix that lacks nothing, in tokens; straight from what a prefix needs."""
+    has_states = any(spec.component is ComponentKind.MAMBA for spec in solid(config))
+
+    def stored(spec: PoolSpec, page: int) -> bool:
+        made = spec.component is not ComponentKind.MAMBA or page + 1 in CHECKPOINTS
+        return made and Gone(spec.name, page) not in gone
+
+    ends = [
+        pages for pages in range(1, PAGES + 1)
+        if all(stored(spec, page) for spec, page in needed(config, pages * config.page_size))
+    ]  # fmt: skip
+    assert has_states or ends or gone
+    return max(ends, default=0) * config.page_size
+
+
+async def fill(config: CacheConfig, prompts: Iterable[list[int]]) -> None:
+    """Store the prompts, and states at their checkpoints."""
+    async with opened(config) as cache:
+        for tokens in prompts:
+            for pages in CHECKPOINTS:
+                await serve(cache, tokens[: pages * config.page_size])
+        assert await cache.flush() == (0, 0)
+
+
+async def lose(config: CacheConfig, losses: Iterable[tuple[list[int], tuple[Gone, ...]]]) -> None:
+    """Delete pages of each prompt behind everybody's back."""
+    assert isinstance(config.storage, str)
+    store = await open_store(config.storage, store_layout(config.pools()))
+    assert store is not None
+    pools, keys = PoolMap(config.pools(), config.page_size, {}), list[PageKey]()
+    for tokens, gone in losses:
+        hashes = page_hashes(config, tokens)
+        keys += [pools.key(pool, hashes[page]) for pool, page in gone]
+    try:
+        assert set(await store.exists(keys)) == {Result.HIT}
+        await store.delete(keys)
+        assert set(await store.exists(keys)) == {Result.MISS}
+        await store.flush()
+    finally:
+        await store.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_what_lacks_a_page_is_a_hit_up_to_there(shape: str, url: str) -> None:
+    config = SHAPES[shape](host=256, storage=url, prefetch_policy="wait_complete")
+    cases = [(text(config, PAGES, seed=fresh_seed(), extra=1), gone) for gone in losses(config)]
+    await fill(config, [tokens[:-1] for tokens, _ in cases])
+    await lose(config, cases)
+    ends = set()
+    async with opened(config) as cache:
+        for tokens, gone in cases:
+            assert await serve(cache, tokens) == longest(config, gone), gone
+            ends.add(longest(config, gone))
+    assert len(ends) >= 3, "the losses are to have different ends"
+
+
+# Names that users choose (models, tenants, pools) never become part of a store's key, path or command. Two caches
+# share pages in a store if they would have the same bytes, and otherwise never.
+
+
+NAMED_PAGES = 4
+ODD = (
+    "../../../etc/passwd", "/", ".", "..", "~", "a\0b", "x\r\nSET pwned 1\r\n", "\n", "*", "{tag}", "a{b}c}",
+    "?x=1&y=2", "#", "%2e%2e%2f", "$(id)", "`id`", "; DROP TABLE pages", "<!ENTITY x>", " ", "моделі/模型",
+    "m" * 10_240, "\x7f\x1b[2J",
+)  # fmt: skip
+ODD_KEYS = (*ODD, "", b"", b"\xff\xfe\x00\x80", bytes(range(256)), b"\r\nFLUSHALL\r\n")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def url_of_kind(kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return store_url(kind, request, tmp_path, monkeypatch)
+
+
+def base(url: str, page: int = 4, **more: Any) -> CacheConfig:
+    usual = {"bytes_per_token": 8, "layers": 2, "dtype": "uint8", "covers": ()}
+    own: dict[str, Any] = {name: more.pop(name, value) for name, value in usual.items()}
+    full = Full(**own, device_tokens=512, host_tokens=2048)
+    more.setdefault("sidecars", ())
+    return stack(full, page_size=page, storage=url, prefetch_policy="wait_complete", **more)
+
+
+def prompt(config: CacheConfig, seed: int) -> list[int]:
+    return text(config, NAMED_PAGES, seed=seed, extra=1)
+
+
+async def stored_keys(url: str) -> list[bytes]:
+    """Everything in the store."""
+    store = await open_store(url, store_layout(base(url).pools()))
+    assert store is not None
+    try:
+        assert isinstance(store.backend, Listable)
+        return [page.key async for batch in store.backend.listing() for page in batch]
+    finally:
+        await store.aclose()
+
+
+@pytest.mark.slow
+async def test_odd_names_of_models_and_tenants_are_harmless(
+    kind: str, url_of_kind: str, tmp_path: Path, request: Any
+) -> None:
+    """Each is stored and found again, and all that is in the store is under keys of 32 bytes that are digests."""
+    seed = fresh_seed()
+    for model in ODD:
+        config = replace(base(url_of_kind), model=model)
+        async with opened(config) as cache:
+            assert await serve(cache, prompt(config, seed)) == 0
+            for namespace in ODD_KEYS if model == ODD[0] else ODD_KEYS[-3:-2]:
+                assert await serve(cache, prompt(config, seed), namespace=namespace) == 0
+            await cache.flush()
+        if model == ODD[0]:
+            async with opened(config) as cache:
+                assert await serve(cache, prompt(config, seed)) == NAMED_PAGES * 4
+                for namespace in ODD_KEYS:
+                    assert await serve(cache, prompt(config, seed), namespace=namespace) == NAMED_PAGES * 4
+    keys = await stored_keys(url_of_kind)
+    assert len(keys) >= NAMED_PAGES * (2 * len(ODD) + len(ODD_KEYS) - 1)
+    assert {len(key) for key in keys} == {32}
+    assert len(set(keys)) == len(keys)
+    check_names(kind, tmp_path, request)
+
+
+def check_names(kind: str, folder: Path, request: Any) -> None:
+    """The store's own names are made of what is printed and of nothing that a user said."""
+    if kind == "file":
+        assert [path.name for path in folder.iterdir()] == ["kv"]
+        assert all(re.fullmatch(r"[\w.-]+", path.name) for path in (folder / "kv").rglob("*"))
+    elif kind == "redis":
+        names = request.getfixturevalue("redis_server").say("KEYS", "*")
+        assert names.startswith("*")
+        for user_text in ("pwned", "passwd", "mmmm", "{tag}"):
+            assert user_text not in names
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "a\nb", "a\r\nb", "a\0b", "*", "{a}", "a:b", "../x", "a" + "/" * 3])
+def test_names_of_pools_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        base("memory:", sidecars=[Sidecar(name=name, indices_from="full", bytes_per_page=8)])
+
+
+@pytest.mark.parametrize("model", ["\ud800", "a\udcffb"])
+def test_a_model_that_is_no_text_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        replace(base("memory:"), model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["..", ".", "-rf", "__class__", "насос", "x" * 200])
+async def test_odd_names_of_pools_are_harmless_or_refused(name: str, url_of_kind: str) -> None:
+    with suppress(ConfigError):
+        config = base(url_of_kind, sidecars=[Sidecar(name=name, indices_from="full", bytes_per_page=8)])
+        tokens = prompt(config, fresh_seed())
+        for expected in (0, NAMED_PAGES * 4):
+            async with opened(config) as cache:
+                assert await serve(cache, tokens) == expected
+                await cache.flush()
+
+
+VARIANTS: Mapping[str, Callable[[str], CacheConfig]] = {
+    "model": lambda url: replace(base(url), model="another"),
+    "dtype": lambda url: base(url, dtype="float16"),
+    "page size": lambda url: base(url, page=8, bytes_per_token=4),
+    "layers": lambda url: base(url, layers=4),
+    "layers of the model": lambda url: base(url, covers=(3, 4)),
+    "bytes per token": lambda url: base(url, bytes_per_token=16),
+    "one more pool": lambda url: base(url, sidecars=[Sidecar(name="more", indices_from="full", bytes_per_page=8)]),
+}
+
+
+@pytest.mark.slow
+async def test_what_is_not_the_same_never_meets(url_of_kind: str) -> None:
+    """Models, dtypes, page sizes, layers and tenants: each finds its own, and nobody else's."""
+    tokens = prompt(base(url_of_kind), fresh_seed())
+    async with opened(base(url_of_kind)) as cache:
+        assert await serve(cache, tokens) == 0
+        await cache.flush()
+    for what, variant in VARIANTS.items():
+        config = variant(url_of_kind)
+        async with opened(config) as cache:
+            assert await serve(cache, tokens) == 0, f"another {what}, and it was a hit"
+            await cache.flush()
+    async with opened(base(url_of_kind)) as cache:
+        for tenant in ("a", "b", b"a\0", "a\0"):
+            assert await serve(cache, tokens, namespace=tenant) == 0, tenant
+        await cache.flush()
+    for what, variant in {"nothing": base, **VARIANTS}.items():
+        config = variant(url_of_kind)
+        async with opened(config) as cache:
+            assert await serve(cache, tokens) == 16, f"its own pages, with another {what}"
+    async with opened(base(url_of_kind)) as cache:
+        for tenant in ("b", "a", b"a\0", "a\0", "c"):
+            assert await serve(cache, tokens, namespace=tenant) == (0 if tenant == "c" else 16)

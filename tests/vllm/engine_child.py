@@ -13,15 +13,19 @@ from typing import Any
 class Engine:
     """What can be asked of it, by name."""
 
-    def __init__(self, transfer: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, transfer: dict[str, Any] | None, events: dict[str, Any] | None, options: dict[str, Any]
+    ) -> None:
+        from vllm.config.kv_events import KVEventsConfig
         from vllm.config.kv_transfer import KVTransferConfig
         from vllm.entrypoints.llm import LLM
 
         connector = None if transfer is None else KVTransferConfig(
             kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=transfer)  # fmt: skip
+        told = None if events is None else KVEventsConfig(**events)
         self._llm = LLM(
-            kv_transfer_config=connector, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
-            disable_log_stats=False, enable_prefix_caching=True, seed=0, **options,
+            kv_transfer_config=connector, kv_events_config=told, skip_tokenizer_init=True, enforce_eager=True,
+            dtype="float32", disable_log_stats=False, enable_prefix_caching=True, seed=0, **options,
         )  # fmt: skip
         client = self._llm.llm_engine.engine_core
         self._core: Any = getattr(client, "engine_core", None)     # where it runs in this process
@@ -86,15 +90,20 @@ def serve(
     """Start an engine, say so, and answer calls until the other end is closed.
 
     A call is the name of one of its functions and its arguments. ``options`` are arguments of ``vllm.LLM``, and
-    ``transfer``, the ``kv_connector_extra_config`` of its offloading connector, or None. What vLLM prints goes to the
-    file ``log``.
+    ``transfer``, the ``kv_connector_extra_config`` of its offloading connector, or None, and ``events``, the fields of
+    its ``KVEventsConfig``, or None. What vLLM prints goes to the
+    file ``log``. ``CALLS_ITSELF`` in the environment: the version that this vLLM says it is.
     """
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     os.environ.update(environment)
     sys.path[:0] = paths
-    engine = Engine(options.pop("transfer"), options)
+    if version := os.environ.get("CALLS_ITSELF"):
+        import vllm
+
+        vllm.__version__ = version
+    engine = Engine(options.pop("transfer"), options.pop("events"), options)
     pipe.send(None)
     while True:
         try:

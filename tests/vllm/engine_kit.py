@@ -105,19 +105,21 @@ class RunningEngine:
 
     ``tiers`` are vLLM's ``secondary_tiers``; None: no offloading at all. ``processes``: the engine runs in a process of
     its own beside the one that asks, as under ``vllm serve``; otherwise both are one, which starts faster. ``folder``
-    is where it works and logs.
+    is where it works and logs. ``events``: fields of vLLM's ``KVEventsConfig``.
     """
 
     def __init__(
         self, model: Path, folder: Path, *, tiers: Sequence[Mapping[str, Any]] | None = None, tp: int = 1,
         processes: bool = False, host_bytes: int = 64 << 20, max_len: int = 2048,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, block_size: int = BLOCK,
+        events: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         transfer = None if tiers is None else {
             "spec_name": "CpuTieringSpec", "spec_module_path": "vllm_on_cpu.offload", "cpu_bytes_to_use": host_bytes,
             "secondary_tiers": list(tiers),
         }  # fmt: skip
-        options = {"model": str(model), "max_model_len": max_len, "transfer": transfer, "tensor_parallel_size": tp}
+        options = {"model": str(model), "max_model_len": max_len, "transfer": transfer, "tensor_parallel_size": tp,
+                   "block_size": block_size, "events": None if events is None else dict(events)}  # fmt: skip
         variables = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)) if tp > 1 else "auto",

@@ -11,6 +11,7 @@ import pytest
 
 from tests.host.host_kit import socket_path
 from tests.host.host_processes import HostProcess, server_process
+from tests.stores.server import free_port
 from tests.vllm.engine_kit import BLOCK, Answer, Models, RunningEngine, installed, prompt, tier
 
 pytestmark = [
@@ -103,3 +104,36 @@ def hit_again(engine: RunningEngine, expected: Answer) -> None:
         if found.cached == WHOLE:
             return
         assert time.monotonic() < until, f"no hit any more: {engine.log[-2000:]}"
+
+
+def test_a_router_finds_an_engines_blocks_by_vllms_own_hashes_also_when_the_engine_has_gone(
+    models: Models, tmp_path: Path
+) -> None:
+    pytest.importorskip("zmq")
+    from asynccache.events import BlockStored, EventStream, Fleet, Subscriber
+
+    ports = [f"tcp://127.0.0.1:{free_port()}" for _ in range(4)]
+    device, machine = EventStream(*ports[:2]), EventStream(*ports[2:])
+    bound = [port.replace("127.0.0.1", "*") for port in ports]  # vLLM connects to what has no *
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": bound[0], "replay_endpoint": bound[1]}
+    with server_process(socket_path(), "64MiB", "--events", ports[2], "--events-replay", ports[3]) as server:
+        counts(server)
+        with Fleet() as fleet:
+            fleet.add("engine", [device, machine])
+            fleet.add("machine", [machine])
+            with RunningEngine(models.folder("llama"), tmp_path, tiers=[tier(server.url)], events=events) as engine:
+                engine.generate(prompt(0))
+                engine.quiet()
+                with Subscriber(*ports[:2]) as subscriber:
+                    told = [event for _, batch in subscriber.catch_up() for event in batch.events]
+                blocks = [block for event in told if isinstance(event, BlockStored) and event.medium == "GPU"
+                          for block in event.block_hashes][:16]  # fmt: skip
+                assert len(set(blocks)) == 16
+                end = time.monotonic() + BACK_WITHIN
+                while [*fleet.hits(blocks).values()] != [(16, 0, 0), (0, 16, 0)]:
+                    assert time.monotonic() < end, (fleet.hits(blocks), fleet.stats())
+                    time.sleep(0.05)
+                engine.kill()
+            while [*fleet.hits(blocks).values()] != [(0, 16, 0), (0, 16, 0)]:
+                assert time.monotonic() < end, (fleet.hits(blocks), fleet.stats())
+                time.sleep(0.05)

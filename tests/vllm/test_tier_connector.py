@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -44,15 +45,21 @@ def model(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def built(model: Path, store: Path, entry: dict[str, Any] | None = None, **engine: Any) -> Iterator[Any]:
-    """The tier that vLLM's connector builds for such an engine, with what the manual says."""
+def built(
+    model: Path, store: Path, entry: dict[str, Any] | None = None, *, layout: str | None = "LBHNC", head: int = 16,
+    **engine: Any,
+) -> Iterator[Any]:  # fmt: skip
+    """The tier that vLLM's connector builds for such an engine, with what the manual says. ``layout``: of its blocks;
+    ``head``: the size of a head there."""
     tier = {"type": "asynccache", "storage": f"file:{store}/kv?capacity=1GiB", **(entry or {})}
     said = json.loads(next(block.code for block in all_blocks("json") if block.page == "docs/engines/vllm.md"))
     said["kv_connector_extra_config"].update({"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]})
     transfer = KVTransferConfig(**said)
     given = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True, **engine}
     config = EngineArgs(model=str(model), kv_transfer_config=transfer, **given).create_engine_config()
-    layers = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=config.model_config.dtype)
+    config.cache_config.kv_cache_layout = layout  # which the engine's core says, once there are layers
+    size = config.cache_config.block_size
+    layers = FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=head, dtype=config.model_config.dtype)
     groups = [KVCacheGroupSpec(["layers.0", "layers.1"], layers)]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
@@ -91,6 +98,49 @@ def test_an_engine_that_computes_otherwise_finds_nothing(model: Path, tmp_path: 
         store(tier)
     with built(model, tmp_path, **OTHERS[what]) as tier:
         assert not finds(tier)
+
+
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "another order of a block": {"layout": "LBNHC"},
+    "an order that is not said": {"layout": None},
+    "a block of another length": {"block_size": 64},
+    "another dtype": {"dtype": "bfloat16"},
+}
+
+
+def test_a_version_that_cannot_change_the_bytes_finds_what_another_one_stored(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with built(model, tmp_path) as tier:
+        store(tier)
+        stored = tier.namespace
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with built(model, tmp_path) as tier:
+        assert finds(tier)
+        assert tier.namespace == stored
+        assert "0.99" not in stored
+    for what, changed in ELSEWHERE.items():
+        with built(model, tmp_path, **changed) as tier:
+            assert not finds(tier), what
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "an order that is not said": {"layout": None},
+    "blocks with something beside K and V": {"head": 24},
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_a_version_that_may_change_the_bytes_finds_nothing_unless_the_user_says_that_it_does_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with built(model, tmp_path, **UNKNOWN[what]) as tier:
+        store(tier)
+    ours = vllm.__version__
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    for said, found in ((None, False), ("0.98.0", False), (ours, True)):
+        with built(model, tmp_path, {"compatible_with": said}, **UNKNOWN[what]) as tier:
+            assert finds(tier) is found, said
 
 
 def test_other_weights_under_the_same_name_find_nothing(model: Path, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 import asynccache_vllm
-from asynccache_vllm.counts import LOADED, LOOKUPS, STORED
+from asynccache_vllm.counts import DESCRIPTIONS, LOADED, LOOKUPS, STORED
 from asynccache_vllm.namespace import engine_facts, weights_fact
 from vllm.config import (
     AttentionConfig,
@@ -30,6 +32,9 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from asynccache.errors import ConfigError
+from tests.host.host_kit import socket_path
+from tests.host.host_processes import server_process
+from tests.stores.redis_server import RedisServer
 from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, payload, scheduler
 
 
@@ -221,7 +226,7 @@ def test_methods_may_come_from_any_thread_under_one_lock(tmp_path: Path) -> None
 
 def test_vllms_metrics_are_told(tmp_path: Path) -> None:
     definitions = asynccache_vllm.AsyncCacheTier.build_metric_definitions({})
-    assert definitions.keys() == {LOOKUPS, LOADED, STORED}
+    assert definitions.keys() == DESCRIPTIONS.keys() >= {LOOKUPS, LOADED, STORED}
     assert all(one.labelnames == ("result",) for one in definitions.values())
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(8))
@@ -241,6 +246,57 @@ def test_vllms_spec_knows_the_metrics() -> None:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     assert TieringOffloadingSpec.build_metric_definitions(dict(made.extra_config)).keys() >= {LOOKUPS, LOADED, STORED}
+
+
+SOURCES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "disk": (["file:{folder}/kv?capacity=1GiB"], {}),
+    "host": (["memory:"], {}),
+    "disk, behind memory": (["memory:", "file:{folder}/kv?capacity=1GiB"], {}),
+    "external_unspecified": (["redis"], {}),
+    "external_unspecified, behind a disk": (["file:{folder}/kv?capacity=1GiB", "redis"], {}),
+    "external_unspecified, a disk of another machine": (
+        ["file:{folder}/kv?capacity=1GiB"], {"locality": "REMOTE"}),
+    "host, of the host process": (["host"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SOURCES)
+def test_hits_are_counted_as_what_they_are(tmp_path: Path, what: str) -> None:
+    """vLLM 0.33 counts the tokens of a prompt by where their KV was: a hit in Redis is none on disk."""
+    source = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="needs vLLM 0.33: make test-vllm-next")
+    urls, more = SOURCES[what]
+    with ExitStack() as stack:
+        if urls[-1] == "redis":
+            RedisServer.installed()
+            urls = [*urls[:-1], stack.enter_context(RedisServer()).url]
+        if urls == ["host"]:
+            server = stack.enter_context(server_process(socket_path(), "64MiB"))
+            asyncio.run(server.counts())  # it listens now
+            urls = [server.url]
+        made = {"storage": [url.format(folder=tmp_path) for url in urls], "namespace": "n", **more}
+        playing = stack.enter_context(scheduler(config(made)))
+        keys = keys_of(4)
+        playing.compute(keys)
+        request = playing.begin()
+        assert playing.manager.get_load_source(keys[0], request) is source.CacheHitSource.HOST  # vLLM's own memory
+        playing.reset()
+        request = playing.begin()
+        assert playing.prefix(keys, request) == 4
+        found = {playing.manager.get_load_source(key, request) for key in keys}
+        assert found == {source.CacheHitSource(what.partition(",")[0])}
+
+
+@pytest.mark.parametrize(
+    ("url", "source"),
+    [("s3://bucket/kv", "external_unspecified"), ("mooncake://127.0.0.1:50051", "external_unspecified"),
+     ("rediss://kv.example", "external_unspecified"), ("host:/run/asynccache.sock", "host")],
+)  # fmt: skip
+def test_stores_that_are_not_here_are_counted_as_what_they_are(url: str, source: str) -> None:
+    found = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="needs vLLM 0.33: make test-vllm-next")
+    from asynccache_vllm.options import TierOptions
+    from asynccache_vllm.tier import _hit_source
+
+    assert _hit_source(TierOptions(storage=(url,))) is found.CacheHitSource(source)
 
 
 def test_events_say_what_is_stored_if_they_are_wanted(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asynccache_vllm.namespace import engine_facts, environment_facts, layout_facts, namespace_of, short, weights_fact
+from asynccache_vllm.namespace import (
+    engine_facts,
+    environment_facts,
+    layout_facts,
+    namespace_of,
+    order_is_known,
+    short,
+    version_facts,
+    weights_fact,
+)
 
 from asynccache.errors import ConfigError
 
@@ -21,6 +30,8 @@ Change = Callable[[Any], None]
 
 class Backend(Enum):
     FLASH = "flash"
+    FLASH_ATTN = "flash attention"
+    B12X = "b12x"
 
 
 def layout(**parallel: Any) -> SimpleNamespace:
@@ -43,8 +54,12 @@ def engine(folder: Path | str = "tiny", **model: Any) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=SimpleNamespace(**{
             "model": str(folder), "revision": None, "dtype": "torch.bfloat16", "quantization": None,
-            "max_model_len": 4096, "hf_config": SimpleNamespace(to_dict=lambda: hf), **model,
+            "max_model_len": 4096, "hf_config": SimpleNamespace(to_dict=lambda: hf),
+            "get_num_kv_heads": lambda parallel: 2, "get_head_size": lambda: 64,
+            **dict.fromkeys(("use_mla", "is_hybrid", "has_inner_state", "is_attention_free", "is_encoder_decoder"),
+                            False), **model,
         }),
+        parallel_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         attention_config=SimpleNamespace(backend=Backend.FLASH),
@@ -125,6 +140,7 @@ ENGINES: dict[str, Change] = {
     "mamba replay": lambda e: setattr(e.cache_config, "use_replayssm", True),
     "hash algorithm": lambda e: setattr(e.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
     "attention": lambda e: setattr(e.attention_config, "backend", None),
+    "attention of windows": lambda e: setattr(e.attention_config, "backend_per_kind", {"mla_attention": Backend.FLASH}),
     "images": lambda e: setattr(
         e.model_config, "multimodal_config", SimpleNamespace(mm_processor_kwargs={"size": 2})
     ),
@@ -157,11 +173,11 @@ def test_other_weights_are_another_namespace_and_equal_ones_are_one(tmp_path: Pa
 
 def test_the_users_namespace_stands_for_the_weights(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
-    named = weights_fact(engine(folder), "v1")
-    assert named != weights_fact(engine(folder), "v2")
-    assert named != weights_fact(engine("other"), "v1")
+    fact = weights_fact(engine(folder), "v1")
+    assert fact != weights_fact(engine(folder), "v2")
+    assert fact != weights_fact(engine("other"), "v1")
     (folder / "model.safetensors").write_bytes(b"x")
-    assert named == weights_fact(engine(folder), "v1")
+    assert fact == weights_fact(engine(folder), "v1")
 
 
 @pytest.mark.parametrize(
@@ -198,24 +214,80 @@ def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path: Path) -> None:
     model_folder(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
-    named = engine("org/tiny")
-    named.load_config.download_dir = str(tmp_path)
-    assert weights_fact(named, None) == weights_fact(engine(snapshot), None)
+    hub = engine("org/tiny")
+    hub.load_config.download_dir = str(tmp_path)
+    assert weights_fact(hub, None) == weights_fact(engine(snapshot), None)
 
 
 @pytest.mark.parametrize(
     "name", ["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT"]
 )
 def test_what_chooses_another_attention_backend_is_another_namespace(name: str) -> None:
-    without, chosen = (namespace_of(environment_facts(e, {})) for e in ({}, {name: "1"}))
-    assert without != chosen != namespace_of(environment_facts({name: "0"}, {}))
+    without, chosen = (namespace_of(environment_facts(e)) for e in ({}, {name: "1"}))
+    assert without != chosen != namespace_of(environment_facts({name: "0"}))
 
 
-def test_another_attention_library_is_another_namespace_and_other_variables_are_not() -> None:
-    plain = environment_facts({}, {"flash-attn": None})
-    assert plain != environment_facts({}, {"flash-attn": "2.8"})
+def test_other_variables_do_not_matter() -> None:
     others = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_PORT": "1", "HOME": "/"}
-    assert plain == environment_facts(others, {"flash-attn": None})
+    assert environment_facts({}) == environment_facts(others)
+
+
+def test_a_version_stands_with_the_libraries_by_which_it_chooses() -> None:
+    facts = version_facts("0.32.0", ["flashinfer-python", "flash-attn"])
+    assert facts == version_facts("0.32.0", ("flash-attn", "flashinfer-python"))
+    assert facts != version_facts("0.32.0", ["flash-attn"])
+    assert facts != version_facts("0.33.0", ["flash-attn", "flashinfer-python"])
+
+
+def named(backend: Backend | None = Backend.FLASH_ATTN, **model: Any) -> SimpleNamespace:
+    """An engine whose attention backend the user named."""
+    made = engine(**model)
+    made.attention_config.backend = backend
+    return made
+
+
+def test_the_order_of_plain_attention_is_known() -> None:
+    assert order_is_known(layout(), named(), "cuda")
+    assert order_is_known(layout(), named(None), "cpu")  # which has one backend
+
+
+def without(name: str) -> Change:
+    return lambda one: delattr(one, name)
+
+
+NOT_KNOWN: dict[str, tuple[str, Change, Change]] = {
+    what: ("cuda", of_layout or (lambda _: None), of_engine or (lambda _: None))
+    for what, of_layout, of_engine in (
+        ("no layout", lambda c: setattr(c, "kv_cache_layout", None), None),
+        ("something beside K and V", lambda c: setattr(c, "worker_kv_bytes_per_block", 8448), None),
+        ("codes of four bits", lambda c: setattr(c.model, "dtype", "nvfp4"), None),
+        ("blocks of two sizes", lambda c: setattr(c.groups[1], "tokens_per_block", 32), None),
+        ("the version chooses the backend", None, lambda e: setattr(e.attention_config, "backend", None)),
+        ("a backend of its own", None, lambda e: setattr(e.attention_config, "backend", Backend.B12X)),
+        ("a backend by kind", None, lambda e: setattr(e.attention_config, "backend_per_kind", {"a": Backend.FLASH})),
+        ("latent KV", None, lambda e: setattr(e.model_config, "use_mla", True)),
+        ("recurrent states", None, lambda e: setattr(e.model_config, "is_hybrid", True)),
+        ("inner state", None, lambda e: setattr(e.model_config, "has_inner_state", True)),
+        ("a draft", None, lambda e: setattr(e, "speculative_config", SimpleNamespace(method="eagle"))),
+        ("a vLLM that says nothing of drafts", None, without("speculative_config")),
+        ("a vLLM that says nothing of states", None, lambda e: delattr(e.model_config, "is_hybrid")),
+    )
+}
+
+
+@pytest.mark.parametrize("what", NOT_KNOWN)
+def test_whatever_may_be_in_another_order_is_not_known(what: str) -> None:
+    platform, of_layout, of_engine = NOT_KNOWN[what]
+    config, known = layout(), named()
+    of_layout(config)
+    of_engine(known)
+    assert not order_is_known(config, known, platform)
+
+
+@pytest.mark.parametrize("platform", ["rocm", "xpu", "another"])
+def test_platforms_with_orders_of_their_own_are_not_known(platform: str) -> None:
+    assert not order_is_known(layout(), named(), platform)
+    assert not order_is_known(layout(), None, "cuda")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

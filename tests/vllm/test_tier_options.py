@@ -21,12 +21,14 @@ def test_all_that_can_be_said() -> None:
     options = TierOptions.parse({
         "storage": ["memory:?capacity=1GiB", "redis://cache:6379"], "namespace": "tiny 3", "lookup_timeout": 2,
         "store_options": {"timeout": 2.5, "slow": 1, "write": "no"}, "enable_kv_events": True, "locality": "REMOTE",
+        "compatible_with": "0.32.0+cu130",
     })  # fmt: skip
     assert options.storage == ("memory:?capacity=1GiB", "redis://cache:6379")
     assert options.namespace == "tiny 3"
     assert options.lookup_timeout == 2.0
     assert options.store_options == {"timeout": "2.5", "slow": "1", "write": "no"}
     assert options.events
+    assert options.compatible_with == "0.32.0+cu130"
     assert options.locality == "REMOTE"
 
 
@@ -46,8 +48,13 @@ def test_all_that_can_be_said() -> None:
         ({"storage": "memory:", "store_options": ["timeout"]}, "store_options must map names"),
         ({"storage": "memory:", "store_options": {"timeout": True}}, "store_options: 'timeout' must be text or a"),
         ({"storage": "memory:", "enable_kv_events": 1}, "enable_kv_events=1 must be True or False"),
+        ({"storage": "memory:", "compatible_with": 0.32}, "compatible_with=0.32 must be text"),
+        ({"storage": "memory:", "compatible_with": ["0.32.0"]}, "compatible_with=['0.32.0'] must be text"),
+        ({"storage": "memory:", "compatible_with": ""}, "compatible_with='' must be a version, as in '0.32.0'"),
+        ({"storage": "memory:", "compatible_with": "vllm 0.32"}, "compatible_with='vllm 0.32' must be a version"),
+        ({"storage": "memory:", "compatible_with": "0" * 65}, "must be a version"),
         ({"storage": "memory:", "locality": "near"}, "locality='near' must be one of LOCAL, REMOTE"),
-        ({"storage": "memory:", "root_dir": "/kv"}, "unknown key 'root_dir'; there are enable_kv_events, locality"),
+        ({"storage": "memory:", "root_dir": "/kv"}, "unknown key 'root_dir'; there are compatible_with, "),
     ],
 )
 def test_what_is_unusable_is_refused_by_name_and_value(given: dict[str, Any], said: str) -> None:

@@ -1,19 +1,40 @@
-"""The head's knowledge of a batch, whenever it asks: before the batch is over, afterwards, and when the group has
-failed."""
+"""What the head knows of its ranks and batches, how they end, and who waits for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from random import Random
+from typing import TypeVar
 
+import numpy as np
 import pytest
 
-from asynccache import AsyncCache, BatchFailed, RankFailure
-from asynccache.worker import Topology, group
+from asynccache import AsyncCache, BatchFailed, CacheConfig, ConfigError, CopyFailed, Full, RankFailure
+from asynccache.core.plan import Move, Status
+from asynccache.memory.cpu import CpuDevice
+from asynccache.storage.checked import storage_key
+from asynccache.version import VERSION
+from asynccache.worker import RankWorker, Topology, connect, group, listen
+from asynccache.worker.link import Link, open_link
+from asynccache.worker.local import EmbedderParts
+from asynccache.worker.messages import BatchOver, Died, Ended, Hello, Message, encode
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.rank_server import ORDERS, EngineBatch, RankServer, SentBatches
+from asynccache.worker.watched_keys import WatchedKeys
+from asynccache.worker.work import CopyKind, Work
 from tests.runtime.runtime_kit import settings
+from tests.simulated.device import SimulatedDevice
 from tests.simulated.links import SimulatedGroup
 from tests.simulated.loop import SimulatedLoop, simulate
+from tests.waiting import until
+from tests.worker.link_kit import ANYWHERE, SECRET
+
+# The head's knowledge of a batch, whenever it asks: before the batch is over, afterwards, and when the group has
+# failed.
+
 
 Body = Callable[[AsyncCache, SimulatedGroup], Awaitable[None]]
 
@@ -89,3 +110,453 @@ def test_who_asks_for_a_batch_of_a_group_that_has_failed_is_told() -> None:
     with pytest.raises(RankFailure, match="rank 1"):  # so ends the cache
         play(body)
     assert told
+
+
+# Batches are ended once, from any thread, and a worker that is closed says so, whatever it is asked.
+
+
+def overs(worker: Opened) -> list[Message]:
+    return [message for message in worker.told if isinstance(message, BatchOver)]
+
+
+async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_is_refused() -> None:
+    """Also before the loop has had a turn to take note of the first."""
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        told: list[BaseException] = []
+
+        ends: list[Callable[[], None]] = [
+            batch.end, batch.end, lambda: batch.fail("no"), lambda: worker.face.end_batch(1),
+        ]  # fmt: skip
+
+        def end_twice() -> None:
+            for end in ends:
+                try:
+                    end()
+                except ConfigError as error:
+                    told.append(error)
+
+        thread = threading.Thread(target=end_twice)
+        thread.start()
+        thread.join()  # the loop waits: no callback of it runs meanwhile
+        assert [str(error) for error in told] == ["batch 1 was ended before"] * 3
+        assert not overs(worker)
+        await asyncio.sleep(0.01)
+        assert overs(worker) == [BatchOver(1, "")]
+        assert await worker.face.heard(1) is None
+
+
+async def test_a_copy_waits_for_a_batch_that_is_ended_in_a_thread_until_the_loop_knows_its_event() -> None:
+    """From when a thread has ended it, nobody may take it for over."""
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        thread = threading.Thread(target=batch.end)
+        thread.start()
+        thread.join()
+        assert worker.server.batches.lacks_event((1,))
+        await asyncio.sleep(0.01)
+        assert not worker.server.batches.lacks_event((1,))
+
+
+async def test_a_worker_that_is_closed_says_so_whatever_its_engine_asks() -> None:
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        await worker.server.aclose(1.0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            worker.face.wait_layers(worker.stream, batch, 0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            await worker.face.layer(batch, 0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            batch.end(worker.stream.record())
+        batch.end()
+
+
+async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_closed() -> None:
+    async with opened() as worker:
+        first = worker.loaded(1)
+        second = worker.loaded(2, after=(1,))
+        waiting = asyncio.create_task(worker.face.layer(second, 0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "the load stands behind a batch without an event"
+        await worker.server.aclose(1.0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            async with asyncio.timeout(10):
+                await waiting
+        first.end()
+
+
+async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None:
+    """It computes nothing on pages that never came; also if the head has heard of it before the engine asks."""
+    async with opened() as worker:
+        server = worker.server
+        asked = worker.loaded(1)
+        server.batches.lose({1})
+        with pytest.raises(CopyFailed, match="a load that batch 1 needs has failed on rank 0"):
+            await worker.face.layer(asked, 0)
+        server._failed.add(7)
+        slots = bytes(4)
+        server.take(send_batch(8, b"", (7,)))
+        server.take(ORDERS["forget_load"].message(7))
+        server.take(perform(Work(CopyKind.LOAD, (9,), (Move(FULL, slots, slots),))))
+        with pytest.raises(CopyFailed):
+            await worker.face.layer(server.batches.find(8), 0)
+        server.take(send_batch(10, b"", (7,)))
+        await worker.face.layer(server.batches.find(10), 0)
+        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, Ended))
+
+
+@pytest.mark.parametrize("asked_at_once", [True, False])
+async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_come(asked_at_once: bool) -> None:
+    """A worker that cannot go on tells its engine, which does not wait for the head to hear of it and to answer."""
+    async with opened() as worker:
+        local = worker.server.local
+        assert local is not None
+
+        def refuse(*_: object) -> None:
+            raise OSError("the driver is gone")
+
+        local.mover.load = refuse  # type: ignore[method-assign, assignment]
+        batch = worker.loaded(1)
+        for turns in range(0 if asked_at_once else 5):
+            await asyncio.sleep(0)
+            with pytest.raises((RankFailure, OSError), match="the driver is gone"):
+                await worker.face.layer(batch, turns % 2)
+        with pytest.raises((RankFailure, OSError), match="the driver is gone"):
+            worker.face.wait_layers(worker.stream, batch, 0)
+        with pytest.raises(RankFailure, match="rank 0: OSError: the driver is gone"):
+            await anext(worker.face)
+        assert Died("OSError: the driver is gone") in worker.told
+
+
+async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks() -> None:
+    """And hands out no batch, though one was not read: nobody wants it any more."""
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        assert await anext(worker.face) is batch
+        worker.loaded(2)
+        worker.server.finish(RankFailure("closed the connection", 3))
+        asked: list[Callable[[], Awaitable[object]]] = [
+            lambda: anext(worker.face), lambda: worker.face.heard(2), worker.face.ended,
+        ]  # fmt: skip
+        for ask in asked:
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                await ask()
+        await worker.server.aclose(1.0)
+        for ask in (*asked, lambda: worker.face.layer(batch, 0)):
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                await ask()
+        calls: list[Callable[[], None]] = [
+            lambda: worker.face.wait_layers(worker.stream, batch, 0), lambda: batch.end(worker.stream.record()),
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                call()
+
+
+async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_fails() -> None:
+    """Not only when the worker has closed, which may take as long as a store does."""
+    async with opened() as worker:
+        first = worker.loaded(1)
+        second = worker.loaded(2, after=(1,))
+        waiting = asyncio.create_task(worker.face.layer(second, 0))
+        await asyncio.sleep(0.01)
+        worker.server.finish(RankFailure("closed the connection", 3))
+        for asked in (waiting, worker.face.layer(second, 0)):
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                async with asyncio.timeout(10):
+                    await asked
+        first.end()
+
+
+@pytest.mark.parametrize("when", ["done", "wait"])
+async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not_lost_in_silence(when: str) -> None:
+    class Broken:
+        def done(self) -> bool:
+            if when == "done":
+                raise OSError("an illegal memory access")
+            return False
+
+        async def wait(self) -> None:
+            raise OSError("an illegal memory access")
+
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        assert worker.server.local is not None
+        worker.server.local.engine_event = lambda event: event  # type: ignore[method-assign]
+        batch.end(Broken())
+        await asyncio.sleep(0.01)
+        died = [one for one in worker.told if isinstance(one, Died)]
+        assert died == [Died("OSError: an illegal memory access")]
+        assert not overs(worker)
+
+
+def test_a_load_that_fails_marks_the_batches_that_need_it_until_they_are_over() -> None:
+    """Also those that the engine has ended by an event which has not fired: its stream may still ask for their layers,
+    and was told that all had come."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        over: list[int] = []
+        sent = SentBatches(lambda number, _: over.append(number), lambda: None, lambda _: None)
+        device = SimulatedDevice()
+        gate = device.gate()
+        batches = [EngineBatch(number, b"", (7,), lambda *_: None) for number in (1, 2, 3)]
+        for batch in batches:
+            sent.add(batch)
+        sent.end(1, gate, "")
+        sent.end(2, None, "")
+        sent.lose({7})
+        assert [batch.lost for batch in batches] == [True, False, True]
+        gate.open()
+        await asyncio.sleep(1.0)
+        assert over == [2, 1]
+        assert not sent._running
+        await device.aclose()
+
+    simulate(main, 1)
+
+
+# The ranks of a group: complete when each has come once; a rank that has gone again counts as not come.
+
+
+async def come(address: str, rank: int) -> Link:
+    link, _ = await open_link(address, SECRET, encode(Hello(VERSION, rank)), timeout=30.0)
+    return link
+
+
+async def test_a_worker_that_restarts_before_all_have_come_takes_its_place_and_nobody_does_afterwards() -> None:
+    async with listen(ANYWHERE, Topology(tp=3), secret=SECRET) as workers:
+        arriving = asyncio.create_task(workers.arrived())
+        first = await come(workers.address, 1)
+        with pytest.raises(RankFailure, match="rank 1 has come before"):
+            await come(workers.address, 1)
+        first.abort()
+        await until(lambda: "0 of 2 have come" in repr(workers), "nobody noticed that rank 1 went")
+        others = [await come(workers.address, 2)]
+        await asyncio.sleep(0.01)
+        assert not arriving.done(), "rank 1 is not there"
+        others.append(await come(workers.address, 1))
+        links = await arriving
+        assert sorted(links) == [1, 2]
+        assert not any(link.ended for link in links.values())
+        others[1].abort()
+        await until(lambda: links[1].ended, "nobody noticed that rank 1 went again")
+        with pytest.raises(RankFailure, match="rank 1 has come before"):
+            await come(workers.address, 1)
+        for link in (*others, *links.values()):
+            link.abort()
+
+
+@pytest.mark.slow(2)
+async def test_each_worker_that_comes_gives_the_next_one_as_long_and_one_that_comes_again_does_not() -> None:
+    loop, patience = asyncio.get_running_loop(), 1.0
+    async with listen(ANYWHERE, Topology(tp=3), secret=SECRET, arrival=patience) as workers:
+        arriving, began = asyncio.create_task(workers.arrived()), loop.time()
+        await asyncio.sleep(0.6 * patience)
+        links = [await come(workers.address, 1)]
+        newest = loop.time()
+        await asyncio.sleep(0.6 * patience)
+        assert not arriving.done(), "rank 1 came in between"
+        links[0].abort()
+        await until(lambda: "0 of 2 have come" in repr(workers), "nobody noticed that rank 1 went")
+        links.append(await come(workers.address, 1))
+        with pytest.raises(RankFailure, match="rank 2: did not come within 1 s"):
+            await arriving
+        assert began + 1.6 * patience < loop.time() < newest + 1.55 * patience
+        for link in links:
+            link.abort()
+
+
+async def test_a_rank_that_no_hello_can_hold_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^rank="):
+        async with connect(ANYWHERE, 1 << 64, secret=SECRET):
+            pass
+
+
+# The pages whose names the head keeps: those of which a worker may yet report something.
+
+
+PAGE = bytes(range(32))
+ONE, TWO = b"d" * 32, b"e" * 32
+
+
+def ignore(store: int, there: bool, keys: Sequence[bytes]) -> None:
+    """Nobody asks what was reported."""
+
+
+def told_everywhere(holdings: WatchedKeys, store: int) -> None:
+    for rank, digest in holdings.digests.items():
+        holdings.told(store, rank, True, [storage_key(PAGE, digest)])
+
+
+def test_pages_of_stores_that_one_worker_writes_are_not_named() -> None:
+    holdings = WatchedKeys(ignore)
+    holdings.digests = {0: ONE, 1: ONE}
+    holdings.watch(1, shared=True)
+    holdings.name([PAGE])
+    assert not holdings._named
+
+
+def test_the_names_of_pages_go_with_the_last_store_that_has_them() -> None:
+    holdings = WatchedKeys(ignore)
+    holdings.digests = {0: ONE, 1: TWO}
+    for store in (1, 2):
+        holdings.watch(store, shared=False)
+        told_everywhere(holdings, store)
+    holdings.name([PAGE])
+    holdings.watch(3, shared=False)
+    assert holdings.unwatch(1)
+    assert len(holdings._named) == 2, "the second store still has it"
+    assert holdings.unwatch(2)
+    assert not holdings._named
+    holdings.name([PAGE])
+    assert holdings.unwatch(3)
+    assert not holdings._named, "nobody is left who might have it"
+    assert not holdings.unwatch(3)
+
+
+def test_a_page_is_there_as_long_as_one_rank_of_its_writer_has_it() -> None:
+    for digests in ({0: ONE, 1: ONE}, {0: ONE, 1: ONE, 2: TWO, 3: TWO}):
+        said: list[bool] = []
+        holdings = WatchedKeys(lambda store, there, keys, said=said: said.append(there))  # type: ignore[misc]
+        holdings.digests = digests
+        holdings.watch(1, shared=True)
+        holdings.name([PAGE])
+        told_everywhere(holdings, 1)
+        holdings.told(1, 0, False, [storage_key(PAGE, ONE)])  # rank 1 has stored it anew, and has said so before
+        assert set(said) == {True}
+        holdings.told(1, 1, False, [storage_key(PAGE, ONE)])
+        assert said[-1] is False
+
+
+# An engine that runs in a thread of its own waits for layers beside the worker's loop, on a real device.
+
+
+T = TypeVar("T")
+
+LAYERS, PAGES = 3, 4
+CONFIG = CacheConfig(
+    model="test", page_size=1,
+    components=(Full(bytes_per_token=LAYERS, device_tokens=PAGES, host_tokens=PAGES, layers=LAYERS),),
+)  # fmt: skip
+
+
+perform, send_batch = ORDERS["perform"].message, ORDERS["send_batch"].message
+
+
+class Opened:
+    """A worker that is open, and what it has told its head. ``loaders``: the threads in which loads were submitted."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.told: list[Message] = []
+        self.heard = asyncio.Event()
+        self.stream = device.stream("engine")
+        self.server = RankServer(0, Topology(), EmbedderParts(device), None, self.tell)
+        self.face = self.server.worker
+        self.loaders: set[int] = set()
+
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
+        self.heard.set()
+
+    async def open(self) -> None:
+        self.server.take(ORDERS["open"].message(1, CONFIG, False))
+        await asyncio.wait_for(self.heard.wait(), 30)
+        assert type(self.told[0]) is ORDERS["open"].answer, self.told
+        assert self.server.local is not None
+        mover = self.server.local.mover
+        mover.host_pools["full"].memory[:] = bytes([7]) * len(mover.host_pools["full"].memory)
+        load = mover.load
+
+        def noted(*order):  # type: ignore[no-untyped-def]
+            self.loaders.add(threading.get_ident())
+            return load(*order)
+
+        mover.load = noted  # type: ignore[method-assign]
+
+    def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
+        """A batch that needs a load of all pages, which the worker has just heard of."""
+        slots = np.arange(PAGES, dtype=np.int32).tobytes()
+        self.server.take(perform(Work(CopyKind.LOAD, (number,), (Move(FULL, slots, slots),), 0, after)))
+        self.server.take(send_batch(number, b"", (number,)))
+        return self.server.batches.find(number)
+
+    def bytes_of(self, layer: int) -> set[int]:
+        """The bytes that later work of the engine's stream finds in ``layer``."""
+        seen: set[int] = set()
+        over = threading.Event()
+
+        def look() -> None:
+            seen.update(self.face.pools["full"].layer(layer).flatten().tolist())
+            over.set()
+
+        self.stream._thread.submit(look)
+        assert over.wait(30)
+        return seen
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Opened]:
+    device = CpuDevice()
+    worker = Opened(device)
+    try:
+        await worker.open()
+        yield worker
+    finally:
+        await worker.server.aclose(30.0)
+        await device.aclose()
+
+
+async def beside(call: Callable[[], T]) -> T:
+    return await asyncio.wait_for(asyncio.to_thread(call), 60)
+
+
+async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_there() -> None:
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        asked = threading.Event()
+
+        def engine() -> list[set[int]]:
+            asked.set()
+            found = []
+            for layer in range(LAYERS):
+                worker.face.wait_layers(worker.stream, batch, layer)
+                found.append(worker.bytes_of(layer))
+            batch.end()
+            return found
+
+        running = asyncio.get_running_loop().run_in_executor(None, engine)
+        assert asked.wait(30)  # the loop stands still while the thread asks
+        assert await running == [{7}] * LAYERS
+        assert worker.loaders == {threading.get_ident()}
+
+
+async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_waited_for_it() -> None:
+    async with opened() as worker:
+        first, second = worker.loaded(1), worker.loaded(2, after=(1,))
+
+        def engine() -> set[int]:
+            with pytest.raises(ConfigError, match="load 2 waits for the batches"):
+                worker.face.wait_layers(worker.stream, second, 0)
+            first.end()
+            worker.face.wait_layers(worker.stream, second, LAYERS - 1)
+            return worker.bytes_of(LAYERS - 1)
+
+        assert await beside(engine) == {7}
+
+
+async def test_a_thread_that_waits_when_the_worker_is_closed_is_told() -> None:
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        await worker.server.aclose(30.0)
+        with pytest.raises((RankFailure, ConfigError)):
+            await beside(lambda: worker.face.wait_layers(worker.stream, batch, 0))
+
+
+def test_a_thread_whose_loop_has_ended_is_told() -> None:
+    async def live() -> tuple[RankWorker, EngineBatch, object]:
+        async with opened() as worker:
+            return worker.face, worker.loaded(1), worker.stream
+
+    face, batch, stream = asyncio.run(live())
+    with pytest.raises(RankFailure, match="the loop of its worker has ended"):
+        face._server.wait_batch(stream, batch, 0)

@@ -80,7 +80,6 @@ class Lacking:
         return self._answers(keys)
 
 
-@pytest.mark.asyncio
 async def test_a_run_is_read_in_each_pool_up_to_the_first_page_that_one_lacks() -> None:
     mapped = pools()
     store = Lacking(mapped.key("full", HASHES[2 * HASH_BYTES : 3 * HASH_BYTES]))
@@ -90,7 +89,6 @@ async def test_a_run_is_read_in_each_pool_up_to_the_first_page_that_one_lacks() 
     assert await worker(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
 
 
-@pytest.mark.asyncio
 async def test_what_is_asked_of_several_pools_is_answered_page_by_page_in_order() -> None:
     mapped = pools()
     store = Lacking(mapped.key("side", HASHES[:HASH_BYTES]))
@@ -117,7 +115,6 @@ class Slow:
         return [Result.HIT] * len(keys)
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_under_way() -> None:
     count = 2 * BATCH_PAGES
     hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
@@ -135,7 +132,6 @@ async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_un
         assert store.puts == (1 if give_up else 4)
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_is_given_up_in_the_turn_in_which_it_comes_and_another_ends_is_given_up() -> None:
     count = 2 * BATCH_PAGES
     hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
@@ -171,7 +167,6 @@ class Tiered:
         return [Result.HIT if self.writers(shared=shared) else Result.FAILED] * len(keys)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("own", "shared"), [(1, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
 async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_and_one_to_those_they_share(
     own: int, shared: int
@@ -192,7 +187,6 @@ async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_an
         assert stored.pages == (written if own or shared else 0)
 
 
-@pytest.mark.asyncio
 async def test_of_a_pool_without_bytes_here_nothing_lacks() -> None:
     mapped = pools()
     store = Lacking()
@@ -202,7 +196,6 @@ async def test_of_a_pool_without_bytes_here_nothing_lacks() -> None:
     assert store.asked == []
 
 
-@pytest.mark.asyncio
 async def test_an_event_is_one_batch_until_it_is_over_and_a_number_is_never_used_again() -> None:
     device, batches = CpuDevice(), LocalBatches()
     first, second = device.gate(), device.gate()

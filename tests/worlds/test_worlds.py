@@ -1,24 +1,35 @@
-"""Seeded worlds over the real runtime. One that fails prints its seed; ``ASYNCCACHE_SEED=<seed>`` plays it again.
-
-``ASYNCCACHE_WORLDS`` says how many worlds to play from seed 0 on, instead of the usual number. The usual number was
-measured: see ``CONTRIBUTING.md``. ``make soak`` plays worlds by new seeds.
-"""
+"""Seeded worlds: all right, seen, and without anybody who polls."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
+from typing import Any
 
 import pytest
 
+from asynccache import CacheConfig, Full
 from asynccache.errors import CopyFailed
+from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.engine_batches import EngineBatches, Fences, not_over
 from asynccache.runtime.lease import Publishing
 from asynccache.worker.local import LocalBatch
 from asynccache.worker.work import BatchInFlight
-from tests.simulated.loop import Deadlock
+from tests.events.test_events_mirror import Reader, on_tier
+from tests.simulated import world
+from tests.simulated.backend import HONEST, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import Deadlock, SimulatedLoop, simulate
 from tests.simulated.world import WrongBytes, play
+
+# Seeded worlds over the real runtime. One that fails prints its seed; ``ASYNCCACHE_SEED=<seed>`` plays it again.
+#
+# ``ASYNCCACHE_WORLDS`` says how many worlds to play from seed 0 on, instead of the usual number. The usual number was
+# measured: see ``CONTRIBUTING.md``. ``make soak`` plays worlds by new seeds.
+
 
 FAST, ALL, CHUNK = 25, 200, 25
 
@@ -96,3 +107,59 @@ def test_a_load_that_does_not_wait_for_what_a_commit_named_is_noticed(monkeypatc
 
     monkeypatch.setattr(Publishing, "expect", expect)
     assert survivors(600) == "WrongBytes"
+
+
+# Random worlds as a subscriber and a scraper see them: blocks equal the tree, and every wanted token counts once.
+
+
+@pytest.mark.parametrize("seed", range(1000, 1016))
+def test_a_world_is_seen_as_it_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: dict[int, Reader] = {}
+    begin, look = AsyncCache.__init__, world._World._nothing_is_left
+
+    def watched(self: AsyncCache, *args: Any, **options: Any) -> None:
+        reader = readers[id(self)] = Reader()
+        begin(self, *args, **options, on_event=reader.notices.append)
+
+    def compared(seen: world._World) -> None:
+        look(seen)
+        blocks = readers[id(seen.cache)].read(seen.cache)
+        assert blocks["GPU"] == on_tier(seen.cache, 0)
+        assert blocks["CPU"] == on_tier(seen.cache, 1)
+        found = seen.cache.statistics().lookups
+        assert sum(found.hits.values()) + sum(found.misses.values()) == found.tokens
+
+    monkeypatch.setattr(AsyncCache, "__init__", watched)
+    monkeypatch.setattr(world._World, "_nothing_is_left", compared)
+    world.play(seed)
+    assert readers
+
+
+# Nobody polls: a world in which all wait for something that will not come has no timer left, and is a deadlock.
+
+
+CONFIG = CacheConfig(
+    model="m", components=(Full(bytes_per_token=8, device_tokens=32, host_tokens=64),), page_size=4,
+    prefetch_policy="wait_complete",  # type: ignore[arg-type]
+    prefetch_threshold=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_request_that_waits_for_pages_costs_nothing(stored: bool) -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        storage = SimulatedBackend(Random(1), HONEST) if stored else None
+        cache = AsyncCache(CONFIG, device=SimulatedDevice(seed=1, latency=(0.0, 0.001)), storage=storage)
+        await cache.__aenter__()
+        async with cache.lease(list(range(16))) as lease:
+            await lease.commit(list(range(16)))
+        await cache.flush()
+        for_ever = await cache.lease(list(range(100, 132))).__aenter__()
+        waiting = asyncio.create_task(cache.lease(list(range(200, 216))).__aenter__(), name="waits for pages")
+        await asyncio.sleep(1000)
+        assert not waiting.done()
+        assert for_ever.pages.size == 8
+        await waiting
+
+    with pytest.raises(Deadlock, match="waits for pages"):
+        simulate(world, 1)

@@ -1,6 +1,6 @@
 """The CUDA device: streams and events as awaitables, and copies that keep the bus busy.
 
-Law: cupy is imported only when a device is opened or looked for, and by two modules: ``cupy_driver``, and ``kernels``,
+cupy is imported only when a device is opened or looked for, and by two modules: ``cupy_driver``, and ``kernels``,
 which needs cupy's compiler. Everything else calls ``cupy_driver.CupyDriver``, so it also runs against a subclass that
 simulates a GPU, on a machine without one.
 

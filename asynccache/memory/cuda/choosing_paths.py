@@ -40,14 +40,16 @@ ALL = slice(None)
 
 
 class RowSide(NamedTuple):
-    """The place of rows in memory: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each
-    layer. ``pitch``: bytes. ``chunk``: how many pages are pinned together; no copy may reach from one such run into the
-    next. 0: all pages are one run."""
+    """The place of rows in memory: row ``i`` of a layer is at ``base + ids[i] * pitch``."""
 
     bases: Addresses
+    """An address for each layer."""
     ids: Ids
     pitch: int
+    """Bytes from one row to the next."""
     chunk: int = 0
+    """How many pages are pinned together; no copy may reach from one such run into the next. 0: all pages are one
+    run."""
 
 
 class RowCopies(NamedTuple):
@@ -100,9 +102,9 @@ def kernel_below(settings: CudaSettings, towards: CopyDirection) -> int:
 
 
 class RowPaths:
-    """The rows of a copy by the path that they go, the same for all layers. ``spans``: the pieces for the copy engines,
-    as distances in bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel.
-    ``together``: how many layers go in one step."""
+    """The rows of a copy by the path that they go, the same for all layers. ``together``: how many layers go in one
+    step.
+    """
 
     def __init__(self, rows: RowCopies, settings: CudaSettings, together: int) -> None:
         self._rows = rows
@@ -112,8 +114,10 @@ class RowPaths:
         if int(short.sum()) * together < FEW or not rows.aligned():
             short[:] = False
         self.scattered = np.flatnonzero(np.repeat(short, lengths))
+        """The numbers of the rows that go by the kernel."""
         first, sizes = starts[~short], (lengths[~short] * rows.width).astype(np.uint64)
         self.spans = Spans(_distances(rows.dst, first), _distances(rows.src, first), sizes)
+        """The pieces for the copy engines, as distances in bytes from a layer's bases."""
 
     def calls(self, driver: CupyDriver, stream: int, layers: slice = ALL) -> Iterator[Callback]:
         """Yield the calls that move these layers."""

@@ -1,12 +1,13 @@
 """The part of the driver that the CUDA device uses: cupy's streams and events, its calls of the CUDA runtime, and those
 of ``libcuda``. The tests' simulated driver is a subclass.
 
-Laws. No call waits for the device's work except ``event_synchronize``, ``stream_synchronize`` and ``device_tensor``;
-``host_register`` and ``host_alloc`` wait for the system. A call that may take long lets go of the GIL. Addresses are
-integers, and handles are whatever the driver makes. ``copy``, ``launch``, ``event_synchronize`` and
-``stream_synchronize`` come only from threads that have called ``use_device``. Every other call may come from any
-thread, leaves that thread's current device as it is, and harms no graph that is captured elsewhere. All errors are
-raised as ``DriverError``.
+* Waiting: ``event_synchronize``, ``stream_synchronize`` and ``device_tensor`` wait for the device's work, and
+  ``host_register`` and ``host_alloc`` for the system. No other call waits. A call that may take long lets go of the
+  GIL.
+* Threads: ``copy``, ``launch``, ``event_synchronize`` and ``stream_synchronize`` come only from threads that have
+  called ``use_device``. Every other call may come from any thread, leaves that thread's current device as it is, and
+  harms no graph that is captured elsewhere.
+* Values: addresses are integers, and handles are whatever the driver makes. Every error is a ``DriverError``.
 
 Without a GPU ``import cupy`` works, but every call of cupy raises. So ``find`` checks once what this machine lacks, and
 says it in one sentence.
@@ -50,29 +51,33 @@ either."""
 
 
 class DeviceIdentity(NamedTuple):
-    """The identity of a device, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
-    bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
-    ``batches``: as the driver's. ``registers``: True if the device sees memory that was pinned by ``host_register`` at
-    its own address; under WSL2 it does not."""
+    """The identity of a device, and what it can do."""
 
     name: str
     capability: tuple[int, int]
+    """CUDA's compute capability, major and minor."""
     total: int
+    """The device's memory in bytes."""
     bus: str
+    """The device's PCI address."""
     driver: int
+    """The version of CUDA that the driver is for, 13020 for 13.2."""
     batches: bool
+    """True if the driver takes many copies in one call."""
     registers: bool
+    """True if the device sees memory that was pinned by ``host_register`` at its own address; under WSL2 it does
+    not."""
 
 
 class FoundCuda(NamedTuple):
-    """The parts of CUDA that this machine has; None for a part that it has not. ``missing``: why there can be no CUDA
-    device, in a sentence; "" if there can."""
+    """The parts of CUDA that this machine has; None for a part that it has not."""
 
     cupy: str | None
     torch_cuda: str | None
     devices: int
     driver: int | None
     missing: str
+    """Why there can be no CUDA device, in a sentence; "" if there can."""
     cupy_cuda: int | None = None  # the version of CUDA that cupy was built for
 
 
@@ -179,8 +184,7 @@ class _Foreign(NamedTuple):
 
 
 class CupyDriver:
-    """The driver for one device. ``index`` is CUDA's number of it; ``runtime`` is cupy's. ``batches``:
-    True if it takes many copies in one call; ``_proven``: True once it took some."""
+    """The driver for one device. ``index`` is CUDA's number of it; ``runtime`` is cupy's."""
 
     def __init__(self, index: int) -> None:
         found = find()
@@ -190,11 +194,13 @@ class CupyDriver:
             raise ConfigError(f"device=cuda:{index}: there are {found.devices} GPUs, counted from 0")
         self.index = index
         self._proven = False
+        """True once the driver has taken a batch of copies."""
         self._cupy: Any = import_module("cupy").cuda
         self.runtime = self._cupy.runtime
         self.thread = threading.local()
         self.library = LibCuda()
         self.batches = self.library.batches
+        """True if the driver takes many copies in one call."""
         try:
             self._make_context()
         except (DriverError, AssertionError) as error:  # torch's messages have many lines

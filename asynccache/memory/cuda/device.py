@@ -1,6 +1,6 @@
 """``CudaDevice``: one GPU behind the ``Device`` protocol.
 
-Laws. The loop's thread pays for one queue entry per batch and no more. Streams are ordered by ``wait_event``, on the
+The loop's thread pays for one queue entry per batch and no more. Streams are ordered by ``wait_event``, on the
 device alone. To stop waiting for a copy does not stop the copy. ``aclose`` returns when the device has let go of every
 buffer. Only the device's own threads have their current GPU changed.
 

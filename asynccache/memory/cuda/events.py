@@ -1,15 +1,14 @@
 """CUDA events: points in streams that coroutines, threads and other streams wait for, and the threads that notify them.
 
-Law: an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``. The handle of
-an event that has fired is used again, so nobody looks at it after that. Both are checked under the stream's lock. An
-event whose recording was refused has no handle, and fires when its stream is empty, so that it never fires before the
-work before it has ended.
+To CUDA an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``. Handles are
+used again, so nobody looks at one after its event has fired. Both are checked under the stream's lock. An event whose
+recording was refused has no handle. It fires when its stream is empty, and so never before the work before it.
 
-Law of the thread that waits for a stream's events: it sleeps in ``event_synchronize`` on the oldest, never in a loop of
-queries. All that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before
-the stream has let go of the buffers of the work before it. The thread outlives every error, so every event fires in the
-end. Callbacks of the driver into Python are not used: they need the GIL, whose holder may wait for the driver's lock,
-and are not made after an error.
+The thread that waits for a stream's events sleeps in ``event_synchronize`` on the oldest; it never polls. All events
+that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before the stream has
+let go of the buffers of the work before it. The thread outlives every error, so every event fires in the end. Callbacks
+of the driver into Python would be no way: they need the GIL, whose holder may wait for the driver's lock, and after an
+error they are not made.
 """
 
 from __future__ import annotations
@@ -188,9 +187,11 @@ class CudaEvent(Signal):
 
 class EventRecorder:
     """The base of all kinds of streams: a handle, events in its order, and the thread that waits for them, oldest
-    first. ``held``: what the stream's submitter waits for on the host now; None if it does not wait."""
+    first.
+    """
 
     held: Signal | None = None
+    """What the stream's submitter waits for on the host now; None if it does not wait."""
 
     def __init__(self, name: str, context: CudaContext, handle: StreamHandle | None = None) -> None:
         """``handle``: an engine's stream; None: a new one, which the driver gets back at the end."""

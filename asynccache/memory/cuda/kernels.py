@@ -1,6 +1,6 @@
 """The copy kernel, and how it is compiled: by NVRTC, which needs no GPU.
 
-Law: one kernel, which moves rows of some layers between any two places that the device can address, pinned host memory
+There is one kernel. It moves rows of some layers between any two places that the device can address, pinned host memory
 too. The rows to move stand in the kernel's parameters, which the driver copies at the launch. So no memory for tables
 is allocated, uploaded or kept. A warp takes a tile of 2 KiB at a time. Each of its lanes has four loads of 16 bytes in
 flight before its first store; they go past L1, where nobody would look for the bytes again. A few blocks fill the bus;

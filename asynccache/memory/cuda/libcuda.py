@@ -43,12 +43,12 @@ CAPTURED = 905
 
 
 class DriverError(AsyncCacheError):
-    """The driver refused a call, or reports that earlier work failed. ``code``: CUDA's number of the error; None if it
-    has none."""
+    """The driver refused a call, or reports that earlier work failed."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+        """CUDA's number of the error; None if it has none."""
 
     @property
     def sticky(self) -> bool:
@@ -79,7 +79,7 @@ class _Attributes(ctypes.Structure):
 
 
 class LibCuda:
-    """The library, by ctypes. ``batches``: True if this driver takes many copies in one call."""
+    """The library, by ctypes."""
 
     def __init__(self) -> None:
         try:
@@ -91,6 +91,7 @@ class LibCuda:
         self._thread = threading.local()  # ``relaxed``: True in the device's own threads
         self._batch = self._find_batch()
         self.batches = self._batch is not None
+        """True if this driver takes many copies in one call."""
 
     def _find_batch(self) -> Any:
         found, status = ctypes.c_void_p(), ctypes.c_int()

@@ -1,6 +1,6 @@
 """Host memory that a device copies from and to at full speed: exactly as large as asked for, and pinned.
 
-Laws. Memory is first touched by several threads of the GPU's NUMA node, and then pinned. It is pinned in chunks of at
+Memory is first touched by several threads of the GPU's NUMA node, and then pinned. It is pinned in chunks of at
 most 4 GiB, since one registration of a very large range fails, or holds the driver's locks for minutes. Between two
 chunks the other threads of the process get their turn, so a rank that pins can tell that it is alive. A chunk has whole
 rows, since the driver refuses a copy that lies in two registrations. Memory is given back to the system only after it

@@ -18,15 +18,16 @@ for descriptors, longer ones do not."""
 
 
 class CudaSettings(Settings, frozen=True, kw_only=True):
-    """The settings of one device. ``kernel_loads_below``: pieces shorter than this, in bytes, are loaded by the kernel,
-    all others by the copy engines; 0: the kernel loads none. It holds for copies within the device, too.
-    ``kernel_backups_below``: the same for backups. The kernel makes none unless it is told to: in another cache such
-    kernels, which write to the host, made FlashAttention 3 beside them access illegal memory, and nobody knows why.
-    ``blocks``: how many blocks, of 1,024 threads each, the kernel may take from the engine's own work."""
+    """The settings of one device."""
 
     kernel_loads_below: Amount = KERNEL_LOADS_BELOW
+    """Pieces shorter than this, in bytes, are loaded by the kernel, all others by the copy engines; 0: the kernel loads
+    none. It holds for copies within the device, too."""
     kernel_backups_below: Amount = 0
+    """The same for backups. The kernel makes none unless it is told to: in another cache such kernels, which write to
+    the host, made FlashAttention 3 beside them access illegal memory, and nobody knows why."""
     blocks: Annotated[int, Meta(ge=1, le=1024)] = 8
+    """How many blocks, of 1,024 threads each, the kernel may take from the engine's own work."""
 
 
 def settings_from(options: Mapping[str, str]) -> CudaSettings:

@@ -1,17 +1,17 @@
 """Streams, of two kinds: the device's own, each with a thread that submits, and an engine's own, to which the caller
 submits.
 
-Law of the device's own streams: a stream's submitter thread makes all driver calls of that stream, in the order in
-which they were asked for, so the loop pays for a queue entry and no more. This thread waits for the device only where
-the driver's queue would become full, or where the driver refuses to order two streams. On the host it waits for gates,
-and for another stream's submission. The thread outlives every error; an event reports the error. The driver gets the
-stream back when it is empty, that is, when its last event, which comes after all its work, has happened.
+A stream's submitter thread makes all driver calls of that stream, in the order in which they were asked for, so the
+loop pays for a queue entry and no more. It waits for the device only where the driver's queue would become full, or
+where the driver refuses to order two streams; on the host it waits for gates, and for another stream's submission. It
+outlives every error: an event reports the error. The driver gets the stream back when it is empty, that is, when its
+last event, which comes after all its work, has happened.
 
-Errors: a call that the driver refuses fails its batch, or raises in the engine's thread. Work in flight runs on, and
-events fire behind it. Only an error after which a context does nothing any more is the end of the device.
+A call that the driver refuses fails its batch, or raises in the engine's thread. Work in flight runs on, and events
+fire behind it. Only an error after which a context does nothing any more is the end of the device.
 
-Where the mutable state lives: ``_failure``, ``held`` and ``_backlog`` belong to the submitter, the stream's own
-thread; the state of events is under the stream's ``condition``.
+Mutable state: ``_failure``, ``held`` and ``_backlog`` belong to the submitter, the stream's own thread; the state of
+events is under the stream's ``condition``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QueueFill:
     """The amount of a stream's work in the driver's queue. It counts entries, and subtracts those before an event that
     has happened. Only the submitter uses it.
 
-    Law: a driver whose queue is full blocks the next thread that calls it, perhaps an engine that launches on another
+    A driver whose queue is full blocks the next thread that calls it, perhaps an engine that launches on another
     stream. So a submitter stops long before that, and waits for older work of its own stream.
     """
 

@@ -1,6 +1,6 @@
 """The file backend: pages in segment files in one folder, for one process at a time.
 
-Laws:
+What always holds:
 * Nothing is overwritten. A page is written once, together with others, and its room comes back with its whole segment.
 * The index in memory says which pages are stored. It can be rebuilt from the files, after a crash, too.
 * A page can be read as soon as it is written. It survives a power loss once ``flush`` or ``aclose`` has synced it.
@@ -279,7 +279,7 @@ class FileBackend:
             return Scrubbed(len(pages), len(pages) * length, len(dropped), 0)
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all stored pages, segment by segment. Cancelling it changes nothing."""
+        """Yield all stored pages, segment by segment."""
         for number in list(self._log.segments):
             with self._open_calls:
                 found = [
@@ -331,7 +331,7 @@ class FileBackend:
         }
 
     async def flush(self) -> None:
-        """Return once all pages stored so far would survive a power loss. Cancelling it is safe.
+        """Return once all pages stored so far would survive a power loss.
 
         Raises:
             Unavailable: the disk refuses.

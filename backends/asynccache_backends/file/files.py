@@ -1,7 +1,7 @@
 """The files of one store: plain, private files, which are reached through the descriptor of their folder, and the bytes
 of pages on their way between them and memory.
 
-Laws:
+What always holds:
 * Every name is looked up in the folder that was opened. If that folder is renamed or replaced while a store uses it,
   the store goes on with its files and makes none in the folder that has the name now.
 * Only plain files are opened. If a FIFO, a socket, a device, a folder or a symbolic link has the name of a store's
@@ -179,14 +179,12 @@ class FileRun(NamedTuple):
 
 
 class RunsMoved(NamedTuple):
-    """The outcome of some runs.
-
-    ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
-    None.
-    """
+    """The outcome of some runs."""
 
     bytes: list[int]
+    """How many bytes of each run were moved; 0 for one that failed."""
     error: OSError | None
+    """The last error among them, or None."""
 
 
 def write_run(files: FileHandles, run: FileRun) -> None:

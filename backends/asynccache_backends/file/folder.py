@@ -51,18 +51,16 @@ def _permissions(name: str, text: str) -> int:
 
 
 class FileSettings(Settings, frozen=True):
-    """The settings of a file store. Sizes are in bytes.
-
-    ``mode``: permissions of the folder and, without the bits for execution, of its files; 0: those that the folder has.
-    ``used``: whether pages may be stored. If not, the store is only looked at, and must exist.
-    """
+    """The settings of a file store. Sizes are in bytes."""
 
     folder: Path
     used: bool
+    """Whether pages may be stored. If not, the store is only looked at, and must exist."""
     capacity: Size = 10 << 30
     segment: Size = 0
     direct: Literal["auto", "on", "off"] = "auto"
     mode: Annotated[int, Meta(extra={"parse": _permissions})] = 0
+    """Permissions of the folder and, without the bits for execution, of its files; 0: as the folder has them."""
 
 
 def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
@@ -176,14 +174,15 @@ def supports_direct(folder: Folder) -> bool:
 
 class Manifest(msgspec.Struct, frozen=True):
     """The facts that must be known before any other file can be read. ``schema`` is the digest of the record schema, in
-    hex. ``seed`` is the store's random number. ``capacity``: how many bytes the store may take, for those who only
-    look at it."""
+    hex. ``seed`` is the store's random number.
+    """
 
     format: str
     version: int
     schema: str
     seed: int
     capacity: int = 0
+    """How many bytes the store may take, for those who only look at it."""
 
 
 class _ManifestFile(msgspec.Struct):

@@ -50,8 +50,8 @@ from asynccache_backends.file.segments import (
 
 class SegmentLog:
     """The segments of an open store, the oldest first, and its index. ``active`` is the segment that is appended to, if
-    there is one. ``capacity``: how many bytes the files may take on the disk. ``segment_bytes``: the size of a new one.
-    A store that is only looked at loses no page to want of room, so it may exceed its capacity."""
+    there is one.
+    """
 
     def __init__(
         self, folder: Folder, threads: ThreadPool, settings: FileSettings, manifest: Manifest, direct: bool
@@ -60,7 +60,10 @@ class SegmentLog:
         self.threads = threads
         self.seed = manifest.seed
         self.capacity = settings.capacity if settings.used else manifest.capacity
+        """How many bytes the files may take on the disk. A store that is only looked at may exceed it: it loses no page
+        to want of room."""
         self.segment_bytes = settings.segment
+        """The size of a new segment."""
         self.direct = direct
         self.index = FileIndex()
         self.segments: dict[int, Segment] = {}
@@ -225,7 +228,11 @@ class SegmentLog:
         try:
             async with self._reclaiming:
                 while self._exceeds(self.segment_bytes) and (victim := self._oldest()):
-                    await self._reclaim(victim)
+                    groups = [group for group in self.index.groups_of(victim.number) if group.hot]
+                    hot = [(group, [page for page in group.live() if group.hot >> page & 1]) for group in groups]
+                    await self._rescue(victim, hot, self.segment_bytes // 2)
+                    self.counts["reclaimed_segments"] += 1
+                    await self._evict(victim)
             self._last_number += 1
             made = await self.threads.run(open_segment, self.folder, self._last_number, self.direct, self.segment_bytes)
         except OSError as error:
@@ -234,11 +241,9 @@ class SegmentLog:
         return made
 
     def _exceeds(self, more: int) -> bool:
-        """Return True if so many more bytes would exceed the capacity."""
         return self._used and self.disk_bytes + more > self.capacity
 
     def _oldest(self) -> Segment | None:
-        """Return the oldest segment that is not the active one, or None."""
         return next((s for s in self.segments.values() if s is not self.active), None)
 
     # sealing, syncing
@@ -272,7 +277,7 @@ class SegmentLog:
         segment.synced = 0
 
     async def sync(self) -> None:
-        """Return once everything that was written before would survive a power loss. Cancelling it is safe."""
+        """Return once everything that was written before would survive a power loss."""
         await settled([future for segment in self.segments.values() for future in segment.writing.values()])
         for segment in list(self.segments.values()):
             end = min(segment.writing, default=segment.tail)  # of what no record is being written to
@@ -340,13 +345,6 @@ class SegmentLog:
                     gone += dead
         return gone
 
-    async def _reclaim(self, victim: Segment) -> None:
-        groups = self.index.groups_of(victim.number)
-        hot = [(group, [page for page in group.live() if group.hot >> page & 1]) for group in groups if group.hot]
-        await self._rescue(victim, hot, self.segment_bytes // 2)
-        self.counts["reclaimed_segments"] += 1
-        await self._evict(victim)
-
     async def _rescue(self, victim: Segment, found: Sequence[tuple[PageGroup, list[int]]], budget: int) -> None:
         """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment;
         but not those that cannot be read, or are dead by then. Meanwhile the room that they need is kept from others.
@@ -386,7 +384,6 @@ class SegmentLog:
         return sum(moved_bytes(g.length, n) for g in self.index.groups_of(segment.number) if (n := len(g.live())))
 
     async def _evict(self, segment: Segment) -> None:
-        """Delete a segment; the pages that are left in it count as evicted."""
         before = self.index.pages
         self._forget(segment)
         self.counts["evicted_pages"] += before - self.index.pages

@@ -184,24 +184,25 @@ def _head(magic: bytes, numbers: tuple[int, int, int, int], written: int, body: 
 
 
 class Segment:
-    """One open segment file of ``size`` bytes. It stays open ``with segment:``.
-
-    ``tail``: the offset of the next record. ``footer``: the bytes that a footer takes; their room is kept free.
-    ``writing``: the records that are being written, by offset. ``sealed``: whether a footer is there, or was tried.
-    ``synced``: up to which offset it would survive a power loss. ``dropped``: whether it was removed from the store.
-    """
+    """One open segment file of ``size`` bytes. It stays open ``with segment:``."""
 
     def __init__(self, number: int, files: FileHandles, size: int) -> None:
         self.number = number
         self.files = files
         self.size = size
         self.tail = 0
+        """The offset of the next record."""
         self.footer = HEAD_BYTES
+        """The bytes that a footer takes, which are kept free."""
         self.deletions: list[Deletions] = []
         self.writing: dict[int, asyncio.Future[BaseException | None]] = {}
+        """The records that are being written, by offset."""
         self.sealed = False
+        """Whether a footer is there, or was tried."""
         self.synced = 0
+        """Up to which offset the segment would survive a power loss."""
         self.dropped = False
+        """Whether the segment was removed from the store."""
         self._users = 1  # the store, until it drops the segment
 
     @property

@@ -13,6 +13,7 @@ Laws:
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from asynccache.host import wire
 from asynccache.settings import Settings
 from asynccache.storage import (
     HEADER_BYTES,
+    Hint,
     OpenCalls,
     PageKey,
     ParsedUrl,
@@ -36,7 +38,7 @@ from asynccache.storage import (
     ThreadPool,
 )
 from asynccache_backends.host.connection import HostChannel, HostConnection
-from asynccache_backends.host.mapping import copy_in, copy_out
+from asynccache_backends.host.mapping import copy_out
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -45,7 +47,11 @@ PART_KEYS = 1024
 LONGEST_POOL = 64
 MOST_SERVED = 1 << 14
 LONGEST_PATH = 107
-COUNTERS = ("errors", "get_bytes", "put_bytes", "overtaken", "no_room")
+COUNTERS = ("errors", "get_bytes", "put_bytes", "overtaken", "no_room", "untold_hints")
+HINTS_SINCE = 2
+"""The version of the protocol that has hints."""
+
+LOG = logging.getLogger("asynccache.host")
 
 
 class HostSettings(Settings, frozen=True):
@@ -71,13 +77,16 @@ class HostBackend:
     shared = True
     longest_backoff = 0.2
 
-    def __init__(self, path: str, settings: HostSettings) -> None:
+    def __init__(self, path: str, settings: HostSettings, layout: StoreLayout) -> None:
         self._path = path
+        self._layout = layout
         self._connection = HostConnection(path, settings.label, settings.owner)
         self._threads = ThreadPool(THREADS, "asynccache-host")
         self._calls = OpenCalls(f"store host:{path}")
         self._counts: Counter[str] = Counter()
         self._served: dict[bytes, int] = {}
+        self._warned = False
+        self._dirty = False  # pages were stored since the last flush
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -94,7 +103,7 @@ class HostBackend:
 
         Cancelling it leaves nothing open.
         """
-        backend = cls(url.path, settings_of(url))
+        backend = cls(url.path, settings_of(url), layout)
         try:
             with suppress(BackendError):
                 await backend._connection.ready()
@@ -146,13 +155,43 @@ class HostBackend:
         dropped = dict(zip(names, _results(answer, len(names)), strict=True))
         return [dropped.get(key.key, MISS) for key in keys]
 
+    async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float) -> list[Result]:
+        """Tell the server what is known of these pages. PREFETCH: pages that only a store behind the memory has are
+        read into it. A server of a version without hints is told nothing: MISS."""
+        results: list[Result] = []
+        sizes = self._layout.page_bytes
+        with self._calls:
+            channel = await self._ready()
+            if channel.version < HINTS_SINCE:
+                self._counts["untold_hints"] += 1
+                return [Result.MISS] * len(keys)
+            for at in range(0, len(keys), PART_KEYS):
+                part = keys[at : at + PART_KEYS]
+                names, pools = [key.key for key in part], _pools(part)
+                wanted = [sizes.get(key.pool, 0) for key in part] if verb is Hint.PREFETCH else []
+                answer = await self._asked(channel, lambda number: wire.Hint(
+                    number, verb.value, names, pools, wanted, seconds))  # noqa: B023  called at once
+                results += _results(answer, len(part))
+        return results
+
     async def clear(self) -> None:
         """Delete every page, from the stores as well, whoever has stored it."""
         await self._told(wire.RemoveAll)
 
     async def flush(self) -> None:
-        """Return once everything is in the stores behind the memory, as far as these can promise that."""
-        await self._told(wire.Secure)
+        """Return once everything is in the stores behind the memory, as far as these can promise that.
+
+        Raises:
+            Unavailable: there is no server, and pages were stored since the last time, of which nobody can say more.
+                Without such pages there is nothing to say, so that an engine without a server ends like any other.
+        """
+        dirty, self._dirty = self._dirty, False
+        try:
+            await self._told(wire.Secure)
+        except BaseException as error:
+            self._dirty = self._dirty or dirty
+            if dirty or not isinstance(error, Unavailable) or self._calls.closed:
+                raise
 
     async def probe(self) -> None:
         """Return when the server has answered anything at all."""
@@ -177,7 +216,8 @@ class HostBackend:
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters of this instance. ``pages`` and ``bytes``: what the server has in memory, by its last
-        answer. ``overtaken``: pages that were evicted while they were copied. ``no_room``: pages that found none."""
+        answer. ``overtaken``: pages that were evicted while they were copied. ``no_room``: pages that found none.
+        ``untold_hints``: hints for a server of a version that has none."""
         channel = self._connection.channel
         there = channel is not None and channel.lost is None
         return {
@@ -276,15 +316,22 @@ class HostBackend:
                 new = [records[which[n]] for n in fresh]
                 places = mapping.places(answer.offsets, lengths)
                 mapping.set_headers(slots, b"".join([record.header for record in new]))
-                await self._threads.spread(copy_in, lengths, places, [record.payload for record in new])
+                payloads = [record.payload for record in new]
+                await self._threads.spread(mapping.copy_in, lengths, answer.offsets, places, payloads)
                 published = await self._published(channel, slots, generations)
                 for n, result in zip(fresh, published, strict=True):
                     answers[n] = result
                 self._counts["put_bytes"] += sum(lengths)
+                self._dirty = True
         except BaseException:
             self._connection.owe(channel, wire.GiveBack(slots, generations))
             raise
-        self._counts["no_room"] += answers.count(FAILED)
+        if FAILED in answers:
+            self._counts["no_room"] += answers.count(FAILED)
+            if max(sizes) > channel.longest and not self._warned:
+                self._warned = True
+                LOG.warning("host:%s stores no page of %d bytes: it takes %d at most, an eighth of its --memory",
+                            self._path, max(sizes), channel.longest)  # fmt: skip
         found = dict(zip(names, answers, strict=True))
         return [found[key.key] for key in keys]
 

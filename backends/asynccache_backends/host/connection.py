@@ -26,11 +26,12 @@ CONNECT = 2.0
 
 
 class HostChannel(asyncio.Protocol):
-    """An open connection. ``boot``: which memory it is about. ``pages``, ``bytes``: what the server has, by its last
-    answer. ``lost``: why it has ended; None while it has not."""
+    """An open connection, in the protocol's ``version``. ``boot``: which memory it is about. ``pages``, ``bytes``: what
+    the server has, by its last answer. ``lost``: why it has ended; None while it has not."""
 
     def __init__(self, welcome: wire.Welcomed, mapping: HostMapping) -> None:
         self.boot = welcome.boot
+        self.version = welcome.version
         self.mapping = mapping
         self.longest = welcome.longest
         self.pages = welcome.pages

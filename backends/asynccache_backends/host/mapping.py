@@ -17,6 +17,9 @@ from asynccache.host.wire import Welcomed
 from asynccache.storage import HEADER_BYTES
 
 Bytes = npt.NDArray[np.uint8]
+AROUND = 64 << 10
+"""When a page of the system's memory is read for the first time, Linux maps those around it as well, so many bytes; for
+a write it maps one. So a place is read here and there before it is written for the first time: that halves the cost."""
 
 
 class HostMapping:
@@ -30,6 +33,7 @@ class HostMapping:
         if not welcome.slots * 8 <= welcome.headers_at <= end <= welcome.payloads_at <= welcome.size:
             raise BackendError(f"the host process describes memory that cannot be: {welcome}")
         self._payloads_at = welcome.payloads_at
+        self._touched = bytearray(welcome.size // AROUND + 1)  # whether this process has touched a block
         self._generations = self._all[: welcome.slots * 8].view(np.uint64)
         self._headers = self._all[welcome.headers_at : end].reshape(-1, HEADER_BYTES)
 
@@ -53,14 +57,18 @@ class HostMapping:
         found: list[int] = self._generations[slots].tolist()
         return found
 
+    def copy_in(self, offsets: Sequence[int], places: Sequence[Bytes], payloads: Sequence[memoryview]) -> None:
+        """Copy pages to these places, which ``places`` has returned for these offsets."""
+        touched = self._touched
+        for at, place, payload in zip(offsets, places, payloads, strict=True):
+            blocks = slice(at // AROUND, (at + len(place) - 1) // AROUND + 1)
+            if 0 in touched[blocks]:
+                place[::AROUND].max()
+                touched[blocks] = bytes([1]) * (blocks.stop - blocks.start)
+            np.copyto(place, np.frombuffer(payload, np.uint8))
+
 
 def copy_out(places: Sequence[Bytes], payloads: Sequence[memoryview]) -> None:
     """Copy pages out of the memory."""
     for place, payload in zip(places, payloads, strict=True):
         np.copyto(np.frombuffer(payload, np.uint8), place)
-
-
-def copy_in(places: Sequence[Bytes], payloads: Sequence[memoryview]) -> None:
-    """Copy pages into the memory."""
-    for place, payload in zip(places, payloads, strict=True):
-        np.copyto(place, np.frombuffer(payload, np.uint8))

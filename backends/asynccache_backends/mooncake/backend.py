@@ -1,6 +1,6 @@
 """The Mooncake backend.
 
-Laws:
+What always holds:
 * A page is one object, and is written once. A put of a key that exists changes nothing and is a HIT.
 * The client's calls block, so they are made in threads, each for a batch of pages. Cancelling a call waits for them;
   the client's own time-outs (``client.ENVIRONMENT``) limit how long that can take.
@@ -56,10 +56,10 @@ FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)  # seconds between attempts of a put
 
 
 class MooncakeBackend:
-    """A Mooncake store that is in use. ``open`` makes it. ``shared``: all processes with the same master find the same
-    pages."""
+    """A Mooncake store that is in use. ``open`` makes it."""
 
     shared = True
+    """All processes with the same master find the same pages."""
 
     def __init__(self, settings: MooncakeSettings, client: MooncakeClient) -> None:
         self._settings = settings
@@ -168,7 +168,7 @@ class MooncakeBackend:
                 self._counts[name] = 0
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all objects of this namespace, as the master's admin server lists them. Cancelling it changes nothing.
+        """Yield all objects of this namespace, as the master's admin server lists them.
 
         Raises:
             ConfigError: the URL does not name the admin server.

@@ -1,7 +1,7 @@
 """The process's client, and the only access to Mooncake's library, which segfaults when it is called before set-up or
 after close.
 
-Law: the library is called only in the state READY, between ``__enter__`` and ``__exit__``, which count the calls under
+The library is called only in the state READY, between ``__enter__`` and ``__exit__``, which count the calls under
 way. ``close`` first refuses new calls and then waits until none is under way. The states are READY → CLOSING → CLOSED.
 The client is used from several threads.
 
@@ -71,26 +71,27 @@ def _host_port(what: str, text: str, default: int | None = None) -> HostPort:
 
 
 class MooncakeSettings(Settings, frozen=True, kw_only=True):
-    """The settings in a URL, those of the client and those of one cache.
-
-    ``host``: the name under which other machines reach this one; "" is the address from which it reaches the master.
-    ``segment``: bytes of memory that this process contributes to the store. ``buffer``: bytes of the client's own
-    buffer. ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page.
-    ``threads``: how many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is
-    best where there are few cores. ``admin``: the master's metrics server, which is needed only to list pages.
-    """
+    """The settings in a URL, those of the client and those of one cache."""
 
     master: HostPort
     metadata: Annotated[str, Meta(pattern=r"^(P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+)$")] = "P2PHANDSHAKE"
     host: str = ""
+    """The name under which other machines reach this one; "" is the address from which it reaches the master."""
     segment: Size = 0
+    """Bytes of memory that this process contributes to the store."""
     buffer: Size = 16 << 20        # with RDMA, memory that is not registered is copied through it
+    """Bytes of the client's own buffer."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
     namespace: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")] = "asynccache."
+    """The beginning of the names of this cache's objects."""
     replicas: Few = 1
+    """How many copies of each page are kept."""
     threads: Few = 1
+    """How many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is best
+    where there are few cores."""
     admin: Annotated[HostPort | None, Meta(extra={"parse": _host_port})] = None
+    """The master's metrics server, which is needed only to list pages."""
 
     def name(self, key: bytes) -> str:
         """Return the name of a page's object: the namespace and the key in hex."""
@@ -203,14 +204,17 @@ LIBRARIES = "apt-get install libibverbs1 libnuma1"
 
 class MooncakeClient:
     """A client of the library, set up. Every call to the library's object is made inside ``with client as store:``.
-    ``module`` is the library; ``regions``: the memory that is registered; ``users``: how many caches use the client."""
+    ``module`` is the library.
+    """
 
     def __init__(self, options: MooncakeSettings, host: str, module: Any) -> None:
         """Connect to the master. The GIL is held meanwhile. Raises Unavailable if the client could not be set up."""
         self.options = options
         self.module = module
         self.regions = Regions(self)
+        """The memory that is registered."""
         self.users = 1
+        """How many caches use the client."""
         self._calls = 0
         self._changed = Condition()
         self._store = module.MooncakeDistributedStore()

@@ -27,7 +27,8 @@ Names = Sequence[str]
 
 class ClientCalls:
     """The calls of one cache to the shared client. Mutable state: the regions of this cache, and a stage for each
-    thread. ``staged``: pages that were copied through a stage. ``refused``: regions that the client has refused."""
+    thread.
+    """
 
     def __init__(self, client: MooncakeClient, replicas: int) -> None:
         self._client = client
@@ -40,7 +41,9 @@ class ClientCalls:
         self._short = SHORT_BYTES if client.options.protocol == "tcp" else 0
         self._own = local()  # a stage for each thread, so that no read waits for the stage of a write
         self.staged = 0
+        """Pages that were copied through a stage."""
         self.refused = 0
+        """Regions that the client has refused."""
 
     @property
     def registered(self) -> int:
@@ -100,7 +103,6 @@ class ClientCalls:
                     self.refused += 1
 
     def _moved(self, names: Names, records: Sequence[Record], *, into: bool) -> list[int]:
-        """Move pages, in one call those whose payloads go directly, and in others those that go through the stage."""
         self._register()
         direct: list[int] = []
         staged: list[int] = []

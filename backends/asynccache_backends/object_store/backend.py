@@ -1,6 +1,6 @@
 """The object store backend: pages in packs, found by an index in memory. Many processes may share one bucket.
 
-Laws:
+What always holds:
 * An object is written once, under a name that is never used again, and is never replaced. So what is read of it is
   right, or it is missing.
 * After a HIT from a put the pack is stored, so there is nothing to flush.
@@ -51,9 +51,10 @@ _CLOSING = 5.0
 
 
 class ObjectBackend:
-    """An open object store. ``open`` makes it. ``shared``: all processes that use the bucket find the same pages."""
+    """An open object store. ``open`` makes it."""
 
     shared = True
+    """All processes that use the bucket find the same pages."""
 
     def __init__(self, client: ObjectClient, settings: ObjectSettings, schema: bytes) -> None:
         clock = NameClock()
@@ -114,7 +115,6 @@ class ObjectBackend:
 
     async def probe(self) -> None:
         """Ask the store for a sign of life, and return when it has answered. (``exists`` asks only the index.)
-        Cancelling it is safe.
 
         Raises:
             Unavailable: it does not answer.
@@ -203,7 +203,7 @@ class ObjectBackend:
                         await self._client.delete([f"{folder}/{name}" for name in doomed])
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all pages that this process knows, pack by pack. It never waits. Cancelling it changes nothing."""
+        """Yield all pages that this process knows, pack by pack. It never waits."""
         with self._open_calls:
             for pack in self._catalog.index.packs():
                 entries = [pack.entry(at) for at in self._catalog.index.live(pack)]

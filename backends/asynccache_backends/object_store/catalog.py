@@ -81,7 +81,7 @@ class PackCatalog:
 
     async def load(self) -> bool:
         """Find what is stored, at opening. Returns whether a snapshot was used, which may have packs that have vanished
-        since. Cancelling it is safe.
+        since.
 
         Raises:
             Unavailable: the store refuses.

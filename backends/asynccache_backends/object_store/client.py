@@ -122,7 +122,7 @@ class ObjectClient:
 
     async def read(self, path: str, start: int, length: int) -> Any:
         """Read ``length`` bytes of an object from ``start`` on. Returns them as a buffer, which is shorter if the
-        object ends earlier. Cancelling it is safe.
+        object ends earlier.
 
         Raises:
             EOFError: the object ends before ``start``. Other errors are those of ``answer``.
@@ -136,18 +136,17 @@ class ObjectClient:
             raise
 
     async def read_all(self, path: str) -> Any:
-        """Read a whole object and return it as a buffer. Cancelling it is safe. Raises as ``answer`` does."""
+        """Read a whole object and return it as a buffer. Raises as ``answer`` does."""
         found = await self.answer(self._api.get_async(self._store, self._prefix + path))
         return await self.answer(found.bytes_async())
 
     async def size(self, path: str) -> int:
-        """Return the size of an object in bytes. Cancelling it is safe. Raises as ``answer`` does."""
+        """Return the size of an object in bytes. Raises as ``answer`` does."""
         found = await self.answer(self._api.head_async(self._store, self._prefix + path))
         return int(found["size"])
 
     async def list(self, folder: str, after: str = "") -> AsyncIterator[list[ListedObject]]:
-        """Yield the objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe. Raises
-        Unavailable."""
+        """Yield the objects in a folder whose names sort after ``after``, in batches. Raises Unavailable."""
         base = f"{self._prefix}{folder}/"
         stream = self._api.list(self._store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
         while True:
@@ -230,17 +229,16 @@ def _name(name: str, text: str) -> str:
 
 
 class ObjectSettings(Settings, frozen=True):
-    """The options of a URL. Those that ``PLACES`` has are for some schemes only.
-
-    ``pack``: bytes of a full pack. ``refresh``: seconds between two looks for packs of other processes; 0: they are
-    looked for only at opening. ``parallel``: how many requests of a kind are made at a time. ``request_timeout``:
-    seconds that a request may take.
-    """
+    """The options of a URL. Those that ``PLACES`` has are for some schemes only."""
 
     pack: Annotated[int, Meta(ge=64 << 10, le=256 << 20, extra={"parse": parse_size})] = 4 << 20
+    """Bytes of a full pack."""
     refresh: Seconds = 5.0
+    """Seconds between two looks for packs of other processes; 0: they are looked for only at opening."""
     parallel: Annotated[int, Meta(ge=1, le=999_999)] = 16
+    """How many requests of a kind are made at a time."""
     request_timeout: Annotated[float, Meta(ge=0.1, le=86_400)] = 30.0
+    """Seconds that a request may take."""
     endpoint: Annotated[str, Meta(extra={"parse": _endpoint})] = ""
     region: Annotated[str, Meta(extra={"parse": _name})] = ""
     account: Annotated[str, Meta(extra={"parse": _name})] = ""

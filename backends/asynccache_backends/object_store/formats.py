@@ -254,7 +254,6 @@ def parse_snapshot(data: memoryview, schema: bytes) -> PackIndexSnapshot | None:
 
 
 def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
-    """Return the xxh3_128 of these parts, one after another."""
     digest = xxh3_128()
     for part in parts:
         digest.update(part)

@@ -36,8 +36,7 @@ PARTIAL = 2
 
 
 class _Piece:
-    """Records of one put that go into the same pack. ``free``: done when nobody reads its payloads any more. ``done``:
-    its result is None if the records are stored, else the error. ``upload``: the pack that it went into."""
+    """Records of one put that go into the same pack."""
 
     __slots__ = ("done", "free", "headers", "keys", "payloads", "size", "upload")
 
@@ -48,8 +47,11 @@ class _Piece:
         self.payloads = payloads
         self.size = sum(payload.nbytes for payload in payloads)
         self.free: asyncio.Future[None] = loop.create_future()
+        """Done when nobody reads its payloads any more."""
         self.done: asyncio.Future[BaseException | None] = loop.create_future()
+        """Its result is None if the records are stored, else the error."""
         self.upload: _Upload | None = None
+        """The pack that it went into."""
 
     def end(self, error: BaseException | None) -> None:
         """Set the outcome: None if it is stored."""
@@ -65,7 +67,7 @@ class _Piece:
 
 
 class _Upload:
-    """A pack that is being sent. ``wanted``: how many of its pieces have callers that still wait."""
+    """A pack that is being sent."""
 
     __slots__ = ("name", "pieces", "size", "task", "wanted")
 
@@ -74,6 +76,7 @@ class _Upload:
         self.pieces = pieces
         self.size = size
         self.wanted = len(pieces)
+        """How many of its pieces have callers that still wait."""
         self.task: asyncio.Task[None]
 
 
@@ -188,7 +191,6 @@ class Uploads:
         self._start()
 
     async def _send(self, upload: _Upload) -> None:
-        """Store one pack."""
         pieces, path = upload.pieces, f"{PACKS}/{upload.name}"
         payloads = [payload for piece in pieces for payload in piece.payloads]
         lengths = [payload.nbytes for payload in payloads]

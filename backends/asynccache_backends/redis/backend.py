@@ -1,6 +1,6 @@
 """The Redis backend, for one server or a cluster. Each page is one string value under ``<prefix><32 bytes>``.
 
-Laws:
+What always holds:
 * A value that exists stays as it is (SET NX).
 * Only keys that begin with this prefix and have the length of a page's name are listed or cleared.
 * A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
@@ -36,9 +36,10 @@ COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects"
 
 
 class RedisBackend:
-    """An open store; ``open`` makes it. ``shared``: all processes that use the server find the same pages."""
+    """An open store; ``open`` makes it."""
 
     shared = True
+    """All processes that use the server find the same pages."""
 
     def __init__(self, settings: RedisSettings, router: Router, counts: Counter[str]) -> None:
         self._settings = settings
@@ -69,7 +70,7 @@ class RedisBackend:
         return cls(settings, router, counts)
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Return for each key whether it is stored: HIT or MISS. Cancelling it changes nothing.
+        """Return for each key whether it is stored: HIT or MISS.
 
         In every call a server that is silent for ``stall`` seconds is given up. A server that sends a byte now and then
         is never silent; then only the deadline that ``CheckedStore`` sets for the call ends it.
@@ -162,7 +163,6 @@ class RedisBackend:
         await self._router.aclose()
 
     def _names(self, keys: Sequence[PageKey]) -> list[bytes]:
-        """Return the names of the pages with these keys."""
         prefix = self._prefix
         return [prefix + key.key for key in keys]
 

@@ -35,12 +35,12 @@ _REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(
 
 
 class Router:
-    """The servers, and who has which key. ``nodes``: the servers that have keys. Also a server alone has a map, of one
-    range."""
+    """The servers, and who has which key."""
 
     def __init__(self, settings: RedisSettings, counts: Counter[str]) -> None:
         self.clustered = False
         self.nodes: set[RedisServer] = set()
+        """The servers that have keys. A server alone has a map, too, of one range."""
         self._settings = settings
         self._counts = counts
         self._known: dict[HostPort, RedisServer] = {}

@@ -1,7 +1,7 @@
 """The part of RESP2 that pages need, without I/O: requests as buffers to send, and a reader that says where received
 bytes belong. Answers with lists in them are read by redis-py, see ``server``.
 
-Law: the bytes of a reply land only in the buffers of this request's pages and in the reader's own memory. The buffers
+The bytes of a reply land only in the buffers of this request's pages and in the reader's own memory. The buffers
 of a HIT have all bytes of that page and none of another. Values are framed by their lengths, so their bytes are never
 searched.
 """

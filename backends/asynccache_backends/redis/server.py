@@ -39,7 +39,7 @@ LOOKS = 8
 
 
 class Answers(asyncio.StreamReader):
-    """What redis-py reads from: ``MOST_ANSWERED`` bytes at most, so that a list without an end is an error."""
+    """The bytes that redis-py reads: ``MOST_ANSWERED`` at most, so that a list without an end is an error."""
 
     room = MOST_ANSWERED
 
@@ -52,11 +52,12 @@ class Answers(asyncio.StreamReader):
 
 
 class Link(SSLConnection):
-    """A connection of redis-py, with TLS or without, as the settings say. ``transport``: once there is one.
+    """A connection of redis-py, with TLS or without, as the settings say.
 
     ``_connect`` is what redis-py's own kinds of connection override, too. If a version did not call it, it would use
     TLS, so that no password is sent in the clear, and would be refused. The parser is the one in Python, since hiredis
-    makes room for as many items as a list says that it has."""
+    makes room for as many items as a list says that it has.
+    """
 
     def __init__(self, address: HostPort, settings: RedisSettings) -> None:
         user, password = settings.username or None, settings.password or None
@@ -66,6 +67,7 @@ class Link(SSLConnection):
         )  # fmt: skip
         self.closed = False
         self.transport: asyncio.Transport | None = None
+        """None before there is a connection."""
         self.address = address
         self._settings = settings
         self._limit: asyncio.Timeout | None = None
@@ -147,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
     """A connection for pages, which takes over the transport of ``link``. It serves one call of ``ask`` at a time. The
     server counts as hung after ``stall`` seconds without a byte in either direction.
 
-    Law: when ``ask`` has returned or raised, nothing touches its buffers any more. If a request does not end well,
+    When ``ask`` has returned or raised, nothing touches its buffers any more. If a request does not end well,
     because it was cancelled or the connection was lost or silent, the connection is closed at once, without a word to
     the server. So no reply is taken for that of another request, and no page that was sent in part is completed with
     other bytes: the server drops a command that it has received only in part."""
@@ -265,14 +267,16 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class RedisServer:
-    """One server. ``breaker``: open while the server is left alone. ``links``: its connections, and some that are
-    closed. ``has_slots``: False if a cluster's map no longer names it; then no idle connection is kept."""
+    """One server."""
 
     def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
         self.breaker = Breaker.brief()
+        """Open while the server is left alone."""
         self.has_slots = True
+        """False if a cluster's map no longer names it; then no idle connection is kept."""
         self.links: set[Link] = set()
+        """The connections to this server, and some that are closed."""
         self._settings = settings
         self._counts = counts
         self._closed = False

@@ -38,25 +38,27 @@ def _span(name: str, text: str) -> float:
 
 
 class RedisSettings(Settings, frozen=True, kw_only=True):
-    """The settings of a Redis store. ``seeds``: the servers that the URL names. ``username`` and ``password`` are empty
-    where there is none. ``tls``: made of the files ``ca``, ``cert`` and ``key``. ``ttl``: seconds that a page lives; 0:
-    pages do not expire. ``connections``: how many a server has for pages. ``stall``: seconds after which a silent
-    server counts as hung."""
+    """The settings of a Redis store."""
 
     seeds: tuple[HostPort, ...]
+    """The servers that the URL names. ``username`` and ``password`` are empty where there is none."""
     database: Annotated[int, Meta(ge=0, le=999_999)] = 0
     username: str = ""
     password: str = ""
     tls: ssl.SSLContext | None = None
+    """Made of the files ``ca``, ``cert`` and ``key``."""
     ca: str = ""
     cert: str = ""
     key: str = ""
     tls_name: str = ""
     prefix: Annotated[str, Meta(pattern=r"^[!-z|~]{1,128}$(?!\n)")] = "asynccache:"
     ttl: Annotated[float, Meta(ge=0, extra={"parse": _span})] = 0.0
+    """Seconds that a page lives; 0: pages do not expire."""
     cluster: Literal["auto", "on", "off"] = "auto"
     connections: Annotated[int, Meta(ge=1, le=999_999)] = 4
+    """How many connections a server has for pages."""
     stall: Annotated[float, Meta(ge=0.001, extra={"parse": _span})] = 5.0
+    """Seconds after which a silent server counts as hung."""
 
     @property
     def pattern(self) -> bytes:

@@ -1,0 +1,532 @@
+"""``Pages``: pages go to the stores and come back, and what is wrong with a call is said before anything is begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import mmap
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache.storage import Closed, Pages, Result
+from asynccache.storage.pages import LETTING_GO
+from asynccache.testing.faulty_backend import FaultyBackend
+from asynccache.testing.slow_backend import SlowBackend
+from asynccache.testing.wrapped_backend import WrappedBackend
+from benchmarks.pages import main
+from tests.storage.pages_kit import (
+    CORRUPT,
+    HIT,
+    MISS,
+    PATIENCE,
+    SIZE,
+    SLOTS,
+    Misbehaving,
+    keys,
+    memory,
+    open_pages,
+    result,
+    row,
+    thread_names,
+    until,
+)
+
+# Pages go to the stores and come back: from any thread, from several stores, in another life, and never as others.
+
+
+URLS = ["memory:", "file:{}/kv?direct=off", "file:{}/kv"]
+
+
+@pytest.mark.parametrize("size", [96, SIZE, 256 << 10])
+@pytest.mark.parametrize("url", URLS)
+def test_a_page_comes_back_as_it_went(url: str, size: int, tmp_path: Path) -> None:
+    made = memory(size)
+    before = made[: 3 * size]
+    with open_pages(url.format(tmp_path), made, size) as pages:
+        assert result(pages.exists(keys(4))) == [MISS] * 4
+        assert result(pages.get(keys(1), [7])) == [MISS]
+        assert result(pages.put(keys(3), [0, 1, 2])) == [HIT] * 3
+        assert result(pages.exists(keys(4))) == [HIT, HIT, HIT, MISS]
+        assert result(pages.get(keys(4)[::-1], [3, 4, 5, 6])) == [MISS, HIT, HIT, HIT]
+        assert [row(made, slot, size) for slot in (6, 5, 4)] == [row(made, slot, size) for slot in (0, 1, 2)]
+        assert made[: 3 * size] == before
+        assert pages.stats()["get_pages"] == 3
+        assert pages.stats()["calls_in_flight"] == 0
+    made.close()
+
+
+def test_a_page_outlives_the_process_that_stored_it_in_a_store_that_does(tmp_path: Path) -> None:
+    made = memory()
+    url = f"file:{tmp_path}/kv"
+    with open_pages(url, made) as pages:
+        assert result(pages.put(keys(2), [0, 1])) == [HIT] * 2
+    with open_pages(url, made) as pages:
+        assert result(pages.get(keys(2), [2, 3])) == [HIT] * 2
+    assert made[: 2 * SIZE] == made[2 * SIZE : 4 * SIZE]
+
+
+@pytest.mark.parametrize("other", ["another namespace", "another pool", "another page size"])
+def test_a_page_is_found_by_nobody_whose_terms_differ(other: str) -> None:
+    kept = MemoryBackend()
+    with Pages.open(kept, {"full": memory()}, SIZE, "tp=1") as pages:
+        assert result(pages.put(keys(1), [0])) == [HIT]
+    namespace = "tp=2" if other == "another namespace" else "tp=1"
+    pool = "swa" if other == "another pool" else "full"
+    size = 2 * SIZE if other == "another page size" else SIZE
+    with Pages.open(kept, {pool: memory()}, size, namespace) as pages:
+        assert result(pages.exists(keys(1))) == [MISS]
+        assert result(pages.get(keys(1), [0])) == [MISS]
+    with Pages.open(kept, {"full": memory()}, {"full": SIZE}, b"tp=1") as pages:
+        assert result(pages.get(keys(1), [0])) == [HIT]
+
+
+def test_fields_that_run_together_are_not_the_same() -> None:
+    """Where the namespace ends and the pool's name begins matters."""
+    kept = MemoryBackend()
+    with Pages.open(kept, {"bc": memory()}, SIZE, "a") as pages:
+        assert result(pages.put([b"d"], [0])) == [HIT]
+    for namespace, pool in (("ab", "c"), ("abc", "d")):
+        with Pages.open(kept, {pool: memory()}, SIZE, namespace) as pages:
+            assert result(pages.exists([b"d", b"cd"])) == [MISS] * 2
+
+
+def test_pools_have_pages_of_their_own_sizes() -> None:
+    made = {"full": memory(SIZE), "state": memory(512)}
+    with Pages.open("memory:", made, {"full": SIZE, "state": 512}, "m") as pages:
+        assert result(pages.put(keys(2), [0, 1], pool="full")) == [HIT] * 2
+        assert result(pages.exists(keys(2), pool="state")) == [MISS] * 2
+        assert result(pages.put(keys(2), [2, 3], pool="state")) == [HIT] * 2
+        assert result(pages.get(keys(2), [6, 7], pool="state")) == [HIT] * 2
+    assert made["state"][6 * 512 :] == made["state"][2 * 512 : 4 * 512]
+
+
+def test_slots_are_rows_of_whatever_has_bytes() -> None:
+    array = np.arange(6 * 16, dtype=np.uint8).reshape(6, 16)
+    flat = bytearray(array.tobytes())
+    for given in (array, bytearray(flat), memoryview(bytearray(flat)), memoryview(bytearray(flat)).cast("B", (6, 16))):
+        with Pages.open("memory:", given, 16, "m") as pages:
+            assert result(pages.put(keys(2), np.array([1, 4], np.int32))) == [HIT] * 2
+            assert result(pages.get(keys(2), iter([0, 2]))) == [HIT] * 2
+            found = given.tobytes() if isinstance(given, np.ndarray | memoryview) else bytes(given)
+            assert found[:16] == found[16:32]
+            assert found[32:48] == found[64:80]
+
+
+def test_nothing_is_asked_of_nobody() -> None:
+    store = Misbehaving()
+    with open_pages(store, memory()) as pages:
+        assert result(pages.exists([])) == result(pages.put([], [])) == result(pages.get([], [])) == []
+    assert store.calls == 0
+
+
+def test_a_key_that_is_there_keeps_its_page_and_may_be_named_twice() -> None:
+    made = memory()
+    with open_pages("memory:", made) as pages:
+        assert result(pages.put([b"a"], [0])) == [HIT]
+        assert result(pages.put([b"a", b"a"], [1, 2])) == [HIT] * 2
+        assert result(pages.get([b"a", b"a"], [6, 7])) == [HIT] * 2
+    assert row(made, 6) == row(made, 7) == row(made, 0)
+
+
+# several stores
+
+
+def test_what_a_farther_store_had_is_copied_to_the_nearer_one(tmp_path: Path) -> None:
+    made, far = memory(), f"file:{tmp_path}/far?name=far"
+    with open_pages(far, made) as pages:
+        assert result(pages.put(keys(3), [0, 1, 2])) == [HIT] * 3
+    near = MemoryBackend()
+    with open_pages([near, far], made) as pages:
+        assert pages.stores == ("MemoryBackend", "far")
+        assert result(pages.get(keys(3), [3, 4, 5])) == [HIT] * 3
+        until(lambda: pages.stats()["promoted_pages"] == 3)
+    with open_pages(near, made) as pages:
+        assert result(pages.get(keys(3), [0, 1, 2])) == [HIT] * 3
+    assert made[: 3 * SIZE] == made[3 * SIZE : 6 * SIZE]
+
+
+def test_a_page_goes_to_every_store_that_is_written() -> None:
+    made, one, two, three = memory(), MemoryBackend(), MemoryBackend(), Misbehaving(put="is unavailable")
+    with Pages.open(["memory:?name=a", one], made, SIZE, "m", options={}) as pages:
+        assert result(pages.put(keys(1), [0])) == [HIT]
+    with Pages.open([Misbehaving(put="is unavailable"), two], made, SIZE, "m") as pages:
+        assert result(pages.put(keys(1), [0])) == [HIT]
+        assert str(pages.last_errors["Misbehaving"]) == "no answer about 1 pages"
+        assert set(pages.store_stats()) == {"Misbehaving", "MemoryBackend"}
+    for store, expected in ((one, HIT), (two, HIT), (three, MISS)):
+        with Pages.open(store, made, SIZE, "m") as pages:
+            assert result(pages.exists(keys(1))) == [expected]
+
+
+class _Own(MemoryBackend):
+    """A backend whose class's name cannot be a store's."""
+
+
+def test_backends_of_one_class_have_names_of_their_own() -> None:
+    odd = type("_größe" + 70 * "x", (MemoryBackend,), {})
+    given = [MemoryBackend(), MemoryBackend(), _Own(), "memory:?name=Own-2", _Own(), odd(), type("_", (_Own,), {})()]
+    with open_pages(given, memory()) as pages:
+        expected = ["MemoryBackend", "MemoryBackend-2", "Own", "Own-2", "Own-3", "gre" + 47 * "x", "store"]
+        assert list(pages.stores) == list(pages.store_stats()) == expected
+        assert result(pages.put(keys(1), [0])) == [HIT]
+        assert result(pages.get(keys(1), [1])) == [HIT]
+
+
+# bytes that are not what was stored
+
+
+def test_bits_that_flipped_on_disk_are_corrupt_and_then_a_miss(tmp_path: Path) -> None:
+    made, url = memory(), f"file:{tmp_path}/kv?direct=off"
+    with open_pages(url, made) as pages:
+        assert result(pages.put(keys(3), [0, 1, 2])) == [HIT] * 3
+    flipped = 0
+    for path in tmp_path.glob("kv/segment-*.kv"):
+        data = bytearray(path.read_bytes())
+        at = data.find(row(made, 1))
+        if at >= 0:
+            data[at + 1000] ^= 0x10
+            flipped += 1
+        path.write_bytes(data)
+    assert flipped == 1
+    with open_pages(url, made) as pages:
+        assert result(pages.get(keys(3), [3, 4, 5])) == [HIT, CORRUPT, HIT]
+        assert result(pages.get(keys(3), [3, 4, 5])) == [HIT, MISS, HIT]
+        assert result(pages.exists(keys(3))) == [HIT, MISS, HIT]
+        assert pages.stats()["corrupt_pages"] == 1
+        assert result(pages.put(keys(3)[1:2], [1])) == [HIT]
+        assert result(pages.get(keys(3), [3, 4, 5])) == [HIT] * 3
+
+
+def test_what_a_faulty_store_calls_a_hit_is_the_page() -> None:
+    made, store = memory(slots=64), FaultyBackend(MemoryBackend(), 0.5, seed=5)
+    told: set[Result] = set()
+    with Pages.open(store, made, SIZE, "m") as pages:
+        for round_ in range(40):
+            names = keys(8, f"round {round_}")
+            result(pages.put(names, range(8)))
+            for at, found in enumerate(result(pages.get(names, range(8, 16)))):
+                told.add(found)
+                assert found is not HIT or row(made, 8 + at) == row(made, at)
+    assert store.faults["corrupted"] > 0
+    assert {HIT, CORRUPT} <= told
+    made.close()
+
+
+# threads
+
+
+def test_any_number_of_threads_may_ask_at_a_time(tmp_path: Path) -> None:
+    threads, rounds, each = 8, 12, 4
+    made = memory(slots=threads * each * 2)
+    start = threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        mine = range(number * each * 2, number * each * 2 + each)
+        back = range(mine.stop, mine.stop + each)
+        start.wait()
+        for round_ in range(rounds):
+            names = keys(each, f"{number}.{round_}")
+            stored = pages.put(names, mine)
+            assert result(stored) == [HIT] * each
+            found, asked = pages.get(names, back), pages.exists(names)
+            assert result(found) == result(asked) == [HIT] * each
+            for one, other in zip(mine, back, strict=True):
+                assert row(made, one) == row(made, other)
+
+    with open_pages(f"file:{tmp_path}/kv", made) as pages, ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work, number) for number in range(threads)]:
+            done.result()
+        assert pages.stats()["put_pages"] == threads * rounds * each
+    made.close()
+
+
+def test_calls_that_wait_together_are_taken_up_in_one_turn_of_the_loop() -> None:
+    """So that they cost one wake-up, and with a thread that keeps the GIL 5 ms, all together."""
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go.wait()
+
+    with open_pages("memory:", memory()) as pages, ThreadPoolExecutor(1) as other:
+        loop = pages._serving._loop
+        wakeups, call_soon = [], loop.call_soon_threadsafe
+
+        def counting(*args: object, **more: object) -> asyncio.Handle:
+            wakeups.append(args[0])
+            return call_soon(*args, **more)  # type: ignore[arg-type]
+
+        setattr(loop, "call_soon_threadsafe", counting)  # noqa: B010
+        other.submit(pages._serving.ask, hold)
+        held.wait()
+        wakeups.clear()
+        futures = [pages.exists(keys(2)) for _ in range(50)]
+        go.set()
+        assert [result(future) for future in futures] == [[MISS] * 2] * 50
+        assert len(wakeups) == 1
+
+
+def test_calls_are_at_the_store_at_the_same_time() -> None:
+    store = Misbehaving(get="hangs")
+    with open_pages([store], memory()) as pages:
+        waiting = pages.get(keys(1), [0])
+        assert result(pages.exists(keys(1))) == [MISS]
+        assert not waiting.done()
+        pages.close(0)
+    assert result(waiting) == [Result.FAILED]
+
+
+def test_a_namespace_is_made_of_many_fields_in_one_text() -> None:
+    def text(**fields: object) -> str:
+        return json.dumps(fields, sort_keys=True)
+
+    kept = MemoryBackend()
+    with Pages.open(kept, memory(), SIZE, text(model="m", tp=1, dtype="bf16")) as pages:
+        assert result(pages.put(keys(1), [0])) == [HIT]
+    with Pages.open(kept, memory(), SIZE, text(dtype="bf16", model="m", tp=1)) as pages:
+        assert result(pages.exists(keys(1))) == [HIT]
+
+
+def test_pages_in_random_order_from_a_slow_store_are_each_where_they_were_asked_for() -> None:
+    made, rng = memory(slots=32), Random(3)
+    with open_pages(SlowBackend(MemoryBackend(), 0.0005), made) as pages:
+        assert result(pages.put(keys(16), range(16))) == [HIT] * 16
+        calls = []
+        slots = rng.sample(range(16, 32), 16)
+        order = rng.sample(range(16), 16)
+        for at in range(0, 16, 4):
+            names = [keys(16)[i] for i in order[at : at + 4]]
+            calls.append(pages.get(names, slots[at : at + 4]))
+        assert [result(call) for call in calls] == [[HIT] * 4] * 4
+        assert all(row(made, slots[at]) == row(made, order[at]) for at in range(16))
+
+
+# Absurd arguments are refused by name before anything is begun or changed.
+
+
+GOOD: Mapping[str, Any] = {"memory": bytearray(SLOTS * SIZE), "page_bytes": SIZE, "namespace": "m"}
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("storage", [], "storage: no store is named"),
+    ("storage", "none", "storage='none': there is nothing to attach"),
+    ("storage", "nonsense", "storage='nonsense': expected scheme:path"),
+    ("storage", "nothing:", "unknown backend 'nothing'"),
+    ("storage", ["memory:", "memory:"], "a store 'memory' is attached already"),
+    ("storage", 7, "storage=7: give a URL"),
+    ("storage", [None], "storage=None: give a URL"),
+    ("storage", "memory:?capacity=1KiB", "capacity=1024"),
+    ("options", {"timeout": "never"}, "timeout='never'"),
+    ("options", {"concurrency": 4}, "options={'concurrency': 4}: give names and texts"),
+    ("options", "timeout=4", "options='timeout=4'"),
+    ("memory", bytes(SIZE), "memory of pool 'pages' is read-only"),
+    ("memory", "text", "memory of pool 'pages' is a str without bytes to use"),
+    ("memory", None, "memory of pool 'pages' is a NoneType without bytes to use"),
+    ("memory", bytearray(), "has 0 bytes"),
+    ("memory", bytearray(SIZE + 1), f"has {SIZE + 1} bytes, which is not one or more whole pages"),
+    ("memory", bytearray(SIZE - 1), f"has {SIZE - 1} bytes"),
+    ("memory", np.zeros((8, 2 * SIZE), np.uint8)[:, :SIZE], "give a C-contiguous buffer of uint8"),
+    ("memory", {}, "memory: no pool is named"),
+    ("memory", {"": bytearray(SIZE)}, "a pool cannot be called ''"),
+    ("memory", {"#headers": bytearray(SIZE)}, "a pool cannot be called '#headers'"),
+    ("memory", {7: bytearray(SIZE)}, "a pool cannot be called 7"),
+    ("page_bytes", 0, "page_bytes=0 of pool 'pages'"),
+    ("page_bytes", -SIZE, f"page_bytes=-{SIZE}"),
+    ("page_bytes", float(SIZE), "page_bytes=4096.0"),
+    ("page_bytes", True, "page_bytes=True"),
+    ("page_bytes", {"full": SIZE}, "page_bytes names the pools ['full'], and memory ['pages']"),
+    ("namespace", "", "namespace=''"),
+    ("namespace", b"", "namespace=b''"),
+    ("namespace", None, "namespace=None"),
+    ("namespace", {"model": "m"}, "namespace={'model': 'm'}"),
+])  # fmt: skip
+def test_open_refuses(name: str, value: object, said: str, tmp_path: Path) -> None:
+    before = thread_names()
+    terms: dict[str, Any] = {"storage": f"file:{tmp_path}/kv", **GOOD, name: value}
+    with pytest.raises(ConfigError) as caught:
+        Pages.open(**terms)
+    assert said in str(caught.value)
+    assert thread_names() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_refuses_a_mapping_that_is_closed() -> None:
+    made = mmap.mmap(-1, SIZE)
+    made.close()
+    with pytest.raises(ConfigError, match="memory of pool 'pages' is a mmap without bytes to use"):
+        Pages.open("memory:", made, SIZE, "m")
+
+
+@pytest.mark.parametrize(("verb", "arguments", "said"), [
+    ("exists", (["text"],), "keys[0]='text': a key is one or more bytes"),
+    ("exists", ([b"a", b""],), "keys[1]=b''"),
+    ("exists", ([b"a", None],), "keys[1]=None"),
+    ("exists", ("text",), "keys[0]='t'"),
+    ("exists", (b"text",), "keys[0]=116"),
+    ("exists", (7,), "keys=7: give a sequence"),
+    ("put", ([b"a"], []), "slots: 0 for 1 keys"),
+    ("get", ([b"a"], [0, 1]), "slots: 2 for 1 keys"),
+    ("put", ([b"a"], [SLOTS]), f"slots: {SLOTS} is none of pool 'pages', which has the slots 0 to {SLOTS - 1}"),
+    ("get", ([b"a", b"b"], [0, -1]), "slots: -1 is none"),
+    ("get", ([b"a"], [1 << 70]), "is none of pool"),
+    ("get", ([b"a"], [0.5]), "slots=[0.5]: give a whole number for each key"),
+    ("get", ([b"a"], None), "slots=None"),
+    ("get", ([b"a", b"b", b"c"], [3, 0, 3]), "slots: 3 is named more than once"),
+])  # fmt: skip
+def test_calls_refuse(verb: str, arguments: tuple[Any, ...], said: str) -> None:
+    store, made = Misbehaving(), memory()
+    with open_pages(store, made) as pages:
+        with pytest.raises(ConfigError) as caught:
+            getattr(pages, verb)(*arguments)
+        assert said in str(caught.value)
+        assert pages.stats()["calls_in_flight"] == 0
+    assert store.calls == 0
+    made.close()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, "1", True])
+def test_a_deadline_that_is_none_is_refused(timeout: Any) -> None:
+    with open_pages("memory:", memory()) as pages:
+        for verb in ("exists", "put", "get"):
+            slots = [] if verb == "exists" else [[0]]
+            with pytest.raises(ConfigError, match="timeout="):
+                getattr(pages, verb)(keys(1), *slots, timeout=timeout)
+        if timeout != 0:
+            with pytest.raises(ConfigError, match="timeout="):
+                pages.close(timeout)
+        assert result(pages.exists(keys(1))) == [MISS]
+
+
+def test_a_pool_must_be_named_where_there_are_several() -> None:
+    made = {"full": memory(), "state": memory(512)}
+    with Pages.open("memory:", made, {"full": SIZE, "state": 512}, "m") as pages:
+        for pool in (None, "other", 7):
+            with pytest.raises(ConfigError, match="name one of 'full', 'state'"):
+                pages.exists(keys(1), pool=pool)  # type: ignore[arg-type]
+        assert result(pages.exists(keys(1), pool="state")) == [MISS]
+
+
+def test_two_keys_may_be_put_from_one_slot() -> None:
+    made = memory()
+    with open_pages("memory:", made) as pages:
+        assert result(pages.put(keys(2), [0, 0])) == [HIT] * 2
+        assert result(pages.get(keys(2), [1, 2])) == [HIT] * 2
+    assert row(made, 0) == row(made, 1) == row(made, 2)
+
+
+# ``Pages.clear`` forgets everything under the URL of each store, whoever put it, and says what could not.
+
+
+class Clearing(WrappedBackend):
+    """``how``: what becomes of ``clear``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(MemoryBackend())
+        self.how = how
+        self.inside = threading.Event()
+
+    async def clear(self) -> None:
+        self.inside.set()
+        if self.how == "hangs":
+            await asyncio.Event().wait()
+        if self.how == "is slow":
+            await asyncio.sleep(0.1)
+        if self.how == "fails":
+            raise Unavailable("the disk is gone")
+        await super().clear()
+
+
+def test_nothing_is_found_after_clear_and_what_is_put_then_is(tmp_path: Path) -> None:
+    made = memory()
+    with open_pages(("memory:", f"file:{tmp_path / 'kv'}?capacity=1MiB"), made) as pages:
+        result(pages.put(keys(4), range(4)))
+        assert pages.clear().result(PATIENCE) is None
+        assert result(pages.exists(keys(4))) == [MISS] * 4
+        assert result(pages.put(keys(2), range(2))) == [HIT] * 2
+        assert result(pages.get(keys(4), range(4, 8))) == [HIT, HIT, MISS, MISS]
+
+
+def test_pages_of_other_namespaces_go_too(tmp_path: Path) -> None:
+    url = f"file:{tmp_path / 'kv'}?capacity=1MiB"
+    for namespace in ("one", "other"):
+        with open_pages(url, memory(), namespace=namespace) as pages:
+            result(pages.put(keys(1, namespace), [0]))
+    with open_pages(url, memory(), namespace="one") as pages:
+        pages.clear().result(PATIENCE)
+    with open_pages(url, memory(), namespace="other") as pages:
+        assert result(pages.exists(keys(1, "other"))) == [MISS]
+
+
+def test_a_store_that_cannot_is_told_and_the_others_are_cleared() -> None:
+    whole = MemoryBackend()
+    with open_pages((Clearing("fails"), whole), memory()) as pages:
+        result(pages.put(keys(2), range(2)))
+        with pytest.raises(BackendError, match="the disk is gone"):
+            pages.clear().result(PATIENCE)
+        assert whole.stats()["pages"] == 0
+
+
+def test_a_store_that_hangs_costs_the_timeout_and_no_other_call() -> None:
+    hanging = Clearing("hangs")
+    with open_pages(hanging, memory()) as pages:
+        clearing = pages.clear(timeout=0.2)
+        assert hanging.inside.wait(PATIENCE)
+        assert result(pages.put(keys(1), [0])) == [HIT]
+        with pytest.raises(Timeout, match=r"not cleared within 0\.2 s"):
+            clearing.result(PATIENCE)
+
+
+def test_close_cuts_short_what_hangs_at_its_deadline() -> None:
+    hanging, whole = Clearing("hangs"), MemoryBackend()
+    pages = open_pages((hanging, whole), memory())
+    result(pages.put(keys(2), range(2)))
+    clearing = pages.clear()
+    assert hanging.inside.wait(PATIENCE)
+    began = time.monotonic()
+    assert pages.close(0.2) == Closed(abandoned=0, held=0, over=True)
+    assert 0.2 <= time.monotonic() - began < LETTING_GO
+    with pytest.raises(Unavailable, match="closed before they were cleared"):
+        clearing.result(0)
+    assert whole.stats()["pages"] == 0
+
+
+def test_close_lets_a_clear_end_before_its_deadline() -> None:
+    slow = Clearing("is slow")
+    pages = open_pages(slow, memory())
+    clearing = pages.clear()
+    assert pages.close(PATIENCE).over
+    assert clearing.result(0) is None
+
+
+def test_a_timeout_that_is_none_and_a_closed_store_are_refused() -> None:
+    pages = Pages.open("memory:", memory(), SIZE, "model")
+    for odd in (0, -1, float("nan"), "1"):
+        with pytest.raises(ConfigError, match="timeout="):
+            pages.clear(timeout=odd)  # type: ignore[arg-type]
+    pages.close()
+    with pytest.raises(Unavailable, match="the stores were closed"):
+        pages.clear()
+
+
+# The benchmark of ``Pages`` says what it measured.
+
+
+def test_it_prints_what_both_ways_take(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--calls", "3", "--rounds", "2", "--pages", "8", "--page-bytes", "1KiB"])
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert "8 pages of 1024 bytes in a call" in title
+    assert head.split() == ["stores", "Pages", "own"]
+    rows = [line.split() for line in lines]
+    assert [row[0] for row in rows] == ["exists", "put", "get"]
+    assert all(float(figure) > 0 for row in rows for figure in row[1:3])
