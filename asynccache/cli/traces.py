@@ -390,7 +390,7 @@ def arrivals(trace: Trace, speed: float) -> list[float]:
 
     Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
     """
-    import numpy as np  # here: --help answers without it, and `serve`, which shares this module's options
+    import numpy as np  # here, because --help answers without it, and `serve` shares this module's options
 
     count = len(trace.requests)
     if not speed:

@@ -48,7 +48,7 @@ being 1."""
 KEPT_SHARE = 4
 LONGEST_KEPT = 3600.0
 MOST_PASSED_OVER = 1 << 12
-"""Kept pages that are passed over for one page at most."""
+"""Kept pages that are passed over for one page at most, and those between which a place in a row is looked for."""
 MOST_TIMES = 1 << 12
 """Times that are remembered beyond two for each page: who keeps a page again and again gets a new one each time."""
 _MIDDLE = 1 << 62
@@ -454,7 +454,9 @@ class PageTable:
             return self._extents.take(units, owner)
         stay: Collection[int] = ChainMap[int, Any](self._fixed, self.kept) if self.kept else self._fixed
         places = [self._place_around(slot, units, stay) for slot in self._oldest(PLACES)]
-        found = min(filter(None, places), default=None) or self._place_between(stay, units)
+        found = min(filter(None, places), default=None)
+        if found is None and len(stay) <= MOST_PASSED_OVER:
+            found = self._place_between(stay, units)
         found = found or self._place_between(self._fixed, units)
         if found is None:
             return None

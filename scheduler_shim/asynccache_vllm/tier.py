@@ -448,15 +448,16 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     canonical = canonical_mapping.canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
     weights = naming.weights_fact(engine, options.namespace)
     capability, fp8 = current_platform.get_device_capability(), current_platform.fp8_dtype()
+    blocks = getattr(canonical_mapping, "CANONICAL_FORMAT_VERSION", None)
     where = {
         "device": current_platform.device_type,  # ROCm's is "cuda", too
         "capability": None if capability is None else str(capability), "fp8": str(fp8),
-        "format": canonical_mapping.CANONICAL_FORMAT_VERSION,
+        "format": blocks,
     }  # fmt: skip
     kind = next((name for name in ("rocm", "cuda", "cpu") if getattr(current_platform, f"is_{name}")()), "another")
     if kind == "cpu":
         where["instructions"] = _instructions()
-    if not naming.order_is_known(config, engine, kind):
+    if blocks is None or not naming.order_is_known(config, engine, kind):
         libraries = [name for name in ATTENTION_LIBRARIES if _is_installed(name)]
         where |= naming.version_facts(options.compatible_with or vllm.__version__, libraries)
     facts = naming.environment_facts(os.environ)
