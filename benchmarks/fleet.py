@@ -40,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asynccache.cli.page import Axis, Figure, svg
-from asynccache.cli.traces import Trace, arrivals, paths_of, read_trace
+from asynccache.cli.traces import BLOCK_TOKENS, Trace, arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from benchmarks.parsing import integer, listed
@@ -64,13 +64,13 @@ class Prompt(NamedTuple):
 
 
 class Model(NamedTuple):
-    """``prefill``: tokens a second. ``block``, ``block_bytes``: tokens of a block, and their KV. ``read``: bytes a
-    second from the store."""
+    """``prefill``: tokens a second. ``block_bytes``: the KV of a block of ``block`` tokens. ``read``: bytes a second
+    from the store."""
 
     prefill: float
-    block: int
     block_bytes: float
     read: float
+    block: int = BLOCK_TOKENS
 
 
 class Row(NamedTuple):
@@ -209,8 +209,10 @@ class Router:
         return max(prompt.at, replica.free_at) + missing / self.model.prefill
 
 
-def simulate(load: Sequence[Prompt], router: Router, store: bool, together: int, count: int) -> Row:
-    """Serve ``load`` with the replicas of the router, which stand for ``count``."""
+def simulate(
+    load: Sequence[Prompt], router: Router, store: bool, together: int, count: int | None = None
+) -> Row:
+    """Serve ``load`` with the replicas of the router, which stand for ``count``; None: for themselves."""
     replicas, model, known, warm = router.replicas, router.model, set[int](), len(load) // 10
     reads = store and model.block_bytes / model.read < model.block / model.prefill
     tokens = computed = local = far = 0
@@ -238,7 +240,7 @@ def simulate(load: Sequence[Prompt], router: Router, store: bool, together: int,
     p50, p99 = np.percentile(waits, (50, 99)).tolist()
     mega = model.block_bytes / 1e6 / seconds
     return Row(
-        count, together, replicas[0].memory.blocks // together, store, router.routing, len(load),
+        count or len(replicas), together, replicas[0].memory.blocks // together, store, router.routing, len(load),
         computed / tokens, local * model.block / tokens, far * model.block / tokens, far * mega,
         written * mega if store else 0.0, p50, p99, max(work) / (sum(work) / len(work)),
     )  # fmt: skip
@@ -248,7 +250,7 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
     """The row of each fleet that was asked for."""
     trace = read_trace(asked.trace, asked.limit)
     block = trace.block_size
-    model = Model(asked.prefill, block, asked.bytes_per_token * block, asked.read * 1e9)
+    model = Model(asked.prefill, asked.bytes_per_token * block, asked.read * 1e9, block)
     each = asked.load * model.prefill * arrivals(trace, 1.0)[-1]
     known: dict[tuple[object, ...], Row] = {}
     for count in asked.replicas:
@@ -279,15 +281,14 @@ def figures(found: Sequence[Row], page_bytes: float) -> Iterator[Figure]:
     for local in sorted({row.local for row in found}):
         here = [row for row in found if row.local == local]
         lines = {look: [row for row in here if (row.routing, row.store) == look] for look in LOOKS}
-        for name, question, axis, value in (
-            ("computed", "How much of all prompts is computed?", Axis("", 0, 1, lambda share: f"{share:.0%}"),
-             lambda row: row.computed),
-            ("ttft", "When is the first token there, p50?",
-             Axis("", 0, 1.05 * max(row.p50 for row in found), lambda seconds: f"{seconds:g} s"), lambda row: row.p50),
+        for name, field, question, axis in (
+            ("computed", "computed", "How much of all prompts is computed?", Axis("", 0, 1, lambda one: f"{one:.0%}")),
+            ("ttft", "p50", "When is the first token there, p50?",
+             Axis("", 0, 1.05 * max(row.p50 for row in found), lambda one: f"{one:g} s")),
         ):  # fmt: skip
             yield Figure(
                 f"fleet-{name}-{local}", question, f"With room for {local:,} blocks a replica.", replicas, axis,
-                [(LOOKS[look][1], LOOKS[look][0], [(row.replicas, value(row)) for row in rows])
+                [(LOOKS[look][1], LOOKS[look][0], [(row.replicas, getattr(row, field)) for row in rows])
                  for look, rows in lines.items() if rows], ("",), [], "")  # fmt: skip
     stored = [row for row in found if row.store and row.routing == "random" and row.local == found[0].local]
     if stored:
