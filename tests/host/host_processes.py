@@ -177,7 +177,7 @@ class Stress:
 
     def __init__(self, url: str, seed: int, *much: str) -> None:
         words = ["stress", "--json", "-", "--quiet", "--rate", "0", *much, "--seed", str(seed),
-                 "--device-tokens", "4096", "--host-tokens", "8192", "--storage", url]  # fmt: skip
+                 "--device-tokens", "12288", "--host-tokens", "12288", "--storage", url]  # fmt: skip
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would be full, and nobody reads it yet
         self._process = subprocess.Popen(
             [sys.executable, "-m", "asynccache", *words], stdout=self._said, stderr=self._said)

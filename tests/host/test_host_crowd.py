@@ -18,7 +18,7 @@ async def test_a_crowd_gets_right_pages_and_takes_no_more_memory_than_was_asked_
     asked = 96 << 20
     with server_process(socket_path(), "96MiB") as server:
         await server.counts()
-        with Crowd(server, 35, "--requests", "100") as crowd:
+        with Crowd(server, 35, "--requests", "160") as crowd:
             uses = []
             while crowd.together:
                 uses.append(memory_use(server, crowd.pids))

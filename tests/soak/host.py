@@ -140,6 +140,7 @@ async def servers_killed(server: HostProcess, seed: int, kills: int, end: float)
     while restarts < kills and time.monotonic() < end:
         await killed_servers(server, seed + restarts, 1, clients)
         restarts += 1
+        await asyncio.sleep(1.0)  # until they are with the new one, they have the memory of the one before mapped
         watched.look()  # a client that kept the memory of a server that is dead would have more than was asked for
     for one in clients:
         one.end()
