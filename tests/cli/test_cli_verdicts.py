@@ -179,7 +179,7 @@ def test_bad_input_is_one_sentence_with_field_and_value_and_makes_no_store(
 
 @pytest.mark.parametrize(("line", "message"), [
     ("{", "not a JSON object"), (json.dumps(GOOD | {"input_length": -5}), "input_length=-5 must lie"),
-    (json.dumps(GOOD | {"hash_ids": [1]}), "hash_ids has 1 blocks, but input_length=600 makes 2"),
+    (json.dumps(GOOD | {"hash_ids": [1, 2, 3]}), "hash_ids has 3 blocks, but a prompt of 600 tokens makes 2"),
     (json.dumps({"timestamp": 0}), "the field 'input_length' is missing"),
 ])  # fmt: skip
 def test_a_malformed_line_of_a_trace_is_named_by_its_number(

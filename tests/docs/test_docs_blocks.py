@@ -49,6 +49,8 @@ EXCEPTIONS = {
     ("docs/engines/vllm.md", "from vllm import LLM"),
     ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
                             "--batches 128"),
+    ("docs/performance.md", "asynccache replay traces/ --page-size 64 --bytes-per-token 4 --concurrency 16 "
+                            "--no-insert-outputs --storage none \\"),
     ("docs/engines/sglang.md", "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --page-size 64 \\"),
     ("docs/engines/sglang.md", "pip install '.[sglang]'   # in SGLang's environment; it does not install SGLang"),
     ("docs/engines/transformers.md", "pip install '.[hf]'            # in a clone of the repository"),
