@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,20 @@ MEMORY = 16 << 20
 
 def socket_path() -> str:
     """A path that is short enough for a socket, in a new folder."""
-    return str(Path(tempfile.mkdtemp(prefix="kv")) / "s")
+    return str(Path(tempfile.mkdtemp(dir=_folder())) / "s")
+
+
+@cache
+def _folder() -> str:
+    """A folder that is gone when this process ends; its name is short, as a socket's must be."""
+    folder, owner = tempfile.mkdtemp(prefix="kv"), os.getpid()
+
+    @atexit.register
+    def _() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return folder
 
 
 @asynccontextmanager
