@@ -194,8 +194,10 @@ def _notes(report: Report) -> Iterator[str]:
     yield (f"No cache finds more than {percent(report['highest_hit_ratio'], 1)}; that takes "
            f"{report['highest_needs_gib']:,.0f} GiB.")
     yield f"hits: {HIT_RATIO}, full blocks only,"
-    yield f"of all tiers together, under {report['eviction']}; LRU: under lru. best: no cache of this size"
-    yield "finds more, even if it knows the future. saved: prefill saved minus loading."
+    yield f"of all tiers together, under {report['eviction']}. LRU: by stack distances, so it may also give up"
+    yield "what a running request holds, which no real cache can. best: no cache of"
+    yield "this size finds more, even if it knows the future. saved: prefill saved minus"
+    yield "loading."
     yield "s per GiB: what a GiB of this size adds to the next smaller size of the tier."
     yield f"Recurrent states (Mamba): each tier needs one for every {number(report['tokens_per_end'])} tokens, or it"
     yield "has KV that no request can use: so many lie before each end of a prompt here."
