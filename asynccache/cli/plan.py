@@ -194,7 +194,7 @@ def _notes(report: Report) -> Iterator[str]:
     yield (f"No cache finds more than {percent(report['highest_hit_ratio'], 1)}; that takes "
            f"{report['highest_needs_gib']:,.0f} GiB.")
     yield f"hits: {HIT_RATIO}, full blocks only,"
-    yield f"of all tiers together, under {report['eviction']}. LRU: by stack distances, so it may also give up"
+    yield f"of all tiers together, under {report['eviction']}. LRU: by stack distances, so it may give up"
     yield "what a running request holds, which no real cache can. best: no cache of"
     yield "this size finds more, even if it knows the future. saved: prefill saved minus"
     yield "loading."

@@ -16,7 +16,8 @@ have a limit; at it, its own oldest page goes.
 
 Two hints change that order. Pages of a conversation that has *ended* go before all others, the deepest first. A page
 that is *kept* is passed over until its time has come; then it goes as if it had never been kept. Nobody can keep all of
-the memory, or for ever: kept pages have at most one ``KEPT_SHARE``-th of it, each for at most ``LONGEST_KEPT`` seconds.
+the memory, or for ever: kept pages have at most one ``KEPT_SHARE``-th of it and of the slots, each for at most
+``LONGEST_KEPT`` seconds.
 Being kept is no pin: a label's limit, a page that finds no room in a row beside kept ones, and whoever deletes have
 their way.
 """
@@ -213,6 +214,7 @@ class PageTable:
             slot = self.index.get(key)
             size = 0 if slot is None or slot in self.kept else units_of(self.lengths[slot]) * UNIT
             may = slot is not None and self.kept_bytes + size <= self.usable * UNIT // KEPT_SHARE
+            may = may and (slot in self.kept or len(self.kept) < self.layout.slots // KEPT_SHARE)
             found.append(may)
             if slot is not None and may and until > self.kept.get(slot, 0.0):
                 self.kept_bytes += size
@@ -291,7 +293,7 @@ class PageTable:
         length = self.lengths[slot]
         size = units_of(length) * UNIT
         writer.reserved.add(slot)
-        self._fixed[slot] = 1
+        self._fixed[slot] = self._fixed.get(slot, 0) + 1
         writer.bytes += size
         self.reserved_bytes += size
         self.labels[slot].reserved += length
@@ -312,8 +314,8 @@ class PageTable:
     def give_back(self, writer: Writer, slots: Iterable[int]) -> None:
         """Free slots that ``writer`` has reserved. Those that it has not are left alone."""
         for slot in slots:
-            if self._taken_back(writer, slot):
-                self._release(slot)
+            if self._taken_back(writer, slot) and slot not in self._fixed:
+                self._release(slot)  # else a second process reads there, which a server before this one had pinned
 
     def end(self, writer: Writer) -> int:
         """Free all that ``writer`` has reserved, and unpin what it has pinned; it can copy no more. Returns how many
@@ -328,7 +330,7 @@ class PageTable:
         if slot not in writer.reserved:
             return False
         writer.reserved.remove(slot)
-        del self._fixed[slot]
+        self._loosen(slot)
         length = self.lengths[slot]
         size = units_of(length) * UNIT
         writer.bytes -= size
@@ -389,11 +391,14 @@ class PageTable:
         writer.pinned[slot] -= 1
         if not writer.pinned[slot]:
             del writer.pinned[slot]
+        self._loosen(slot)
+        if slot not in self._fixed and not self.is_stored(slot):
+            self._release(slot)
+
+    def _loosen(self, slot: int) -> None:
         self._fixed[slot] -= 1
         if not self._fixed[slot]:
             del self._fixed[slot]
-            if not self.is_stored(slot):
-                self._release(slot)
 
     def clear(self) -> None:
         """Drop every page. What is reserved stays so."""
@@ -438,6 +443,7 @@ class PageTable:
             self.drop(self.key(slot))
 
     def _evict_oldest(self) -> bool:
+        self._let_go()
         oldest = self._oldest(1)
         self._evict(oldest)
         return bool(oldest)

@@ -179,7 +179,8 @@ class TableMachine(RuleBasedStateMachine):
             until = table.now + min(seconds, LONGEST_KEPT)
             if seconds > 0 and slot is not None and was[name] <= table.now:
                 size = units_of(table.lengths[slot]) * UNIT
-                assert done or table.kept_bytes + size > table.usable * UNIT // KEPT_SHARE
+                assert (done or table.kept_bytes + size > table.usable * UNIT // KEPT_SHARE
+                        or len(table.kept) >= table.layout.slots // KEPT_SHARE)
             assert not done or (slot is not None and table.kept[slot] >= until)
         assert set(table.index) == set(before)
 
@@ -293,7 +294,7 @@ def test_a_page_that_is_kept_outlives_newer_ones_until_its_time_has_come_and_goe
 @pytest.mark.parametrize("size", [UNIT, 3 * UNIT + 1])
 def test_nobody_keeps_more_than_a_share_of_the_memory_however_often_he_asks(size: int) -> None:
     table, writer = table_of(), Writer("w")
-    most = table.usable * UNIT // KEPT_SHARE
+    most = min(table.usable * UNIT, table.layout.slots * units_of(size) * UNIT) // KEPT_SHARE
     for number in range(100):
         stored(table, writer, number, size)
         for _ in range(50):
@@ -304,6 +305,39 @@ def test_nobody_keeps_more_than_a_share_of_the_memory_however_often_he_asks(size
     table.now += LONGEST_KEPT
     table.keep([], 1.0)
     assert table.kept_bytes == 0
+
+
+def test_where_slots_run_out_first_kept_pages_have_a_share_of_them_and_go_in_their_time() -> None:
+    table, writer = table_of(1 << 19), Writer("w")
+    slots = table.layout.slots
+    assert slots < 250
+    for number in range(slots):
+        stored(table, writer, number, UNIT)
+    table.keep([name_of(number) for number in range(slots)], 10.0)
+    assert len(table.kept) == slots // KEPT_SHARE
+    table.now = 11.0
+    stored(table, writer, 250, UNIT)
+    assert not table.kept
+
+
+def test_a_dropped_page_that_two_processes_read_from_stays_until_both_are_dead() -> None:
+    """Two servers one after the other were writing it to stores that hang, and both live on."""
+    table, hung = table_of(), Writer("first")
+    stored(table, hung, 1)
+    slot = table.index[name_of(1)]
+    second = Writer("second")
+    table.pin(hung, slot)
+    table.pin(second, slot)
+    table.drop(name_of(1))
+    new, hands = PageTable(table.layout, table._shared), [Writer("first"), Writer("second")]
+    new.restore(table.books(), [(hand, *table.held_by(was)) for hand, was in zip(hands, (hung, second), strict=True)])
+    generation = new.generations[slot]
+    new.end(hands[0])
+    assert new.generations[slot] == generation, "the other still reads there"
+    new.audit()
+    new.end(hands[1])
+    assert new.generations[slot] == generation + 1
+    new.audit()
 
 
 def test_kept_pages_all_over_the_memory_do_not_keep_out_a_long_page() -> None:
