@@ -29,7 +29,7 @@ import aiohttp
 from aiohttp import web
 
 from asynccache import ConfigError
-from asynccache.events import EventStream, Fleet, prompt_blocks
+from asynccache.events import EventStream, Fleet, TierHits, prompt_blocks
 
 COST_IN_HOST, COST_IN_STORAGE = 0.1, 0.4
 """What it costs to load a block, where it costs 1 to compute it."""
@@ -37,7 +37,7 @@ ANSWER = 64
 """Blocks that stand for the work of an answer, whatever its prompt: they spread prompts that nobody has."""
 HEALTH_EVERY = 0.5
 PROMPTS = ("/v1/completions", "/v1/chat/completions")
-AWAY = (aiohttp.ClientConnectionError, asyncio.TimeoutError, ConnectionError)
+AWAY = (aiohttp.ClientError, TimeoutError, ConnectionError)
 HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
               "upgrade", "content-encoding"}  # fmt: skip
 
@@ -99,14 +99,15 @@ class Router:
         """What KV events call the blocks of a request's prompt; none if no server can say. Any server tells its tokens,
         as vLLM's do, and ours tell what else goes into a block's name."""
         for server in [server for server in self.servers if server.healthy]:
-            with suppress(*AWAY, aiohttp.ClientError, ConfigError, AttributeError, LookupError, TypeError, ValueError):
+            with suppress(*AWAY, ConfigError, AttributeError, LookupError, TypeError, ValueError):
                 body = json.loads(raw)  # if that, or what follows, cannot be read, a server says what is wrong with it
                 asked = {name: body[name] for name in ("prompt", "messages") if name in body}
-                if self.names is None:
-                    async with self.session.get(f"{server.url}/v1/models") as answer:
-                        self.names = (await answer.json())["data"][0]["kv_blocks"]
-                async with self.session.post(f"{server.url}/tokenize", json=asked) as answer:
-                    tokens = (await answer.json())["tokens"]
+                async with asyncio.timeout(2.0):
+                    if self.names is None:
+                        async with self.session.get(f"{server.url}/v1/models") as answer:
+                            self.names = (await answer.json())["data"][0]["kv_blocks"]
+                    async with self.session.post(f"{server.url}/tokenize", json=asked) as answer:
+                        tokens = (await answer.json())["tokens"]
                 return prompt_blocks(tokens, **self.names, namespace=body.get("cache_salt"))
         return []
 
@@ -115,7 +116,7 @@ class Router:
         held = self.fleet.hits(blocks)
 
         def cost(server: Server) -> float:
-            hits = held[server.url]
+            hits = held.get(server.url, TierHits(0, 0, 0))
             return len(blocks) - sum(hits) + COST_IN_HOST * hits.host + COST_IN_STORAGE * hits.storage
 
         best = min(among, key=lambda server: (cost(server) + server.load, server.served))
@@ -169,7 +170,7 @@ class Router:
         streams = self.fleet.stats()
         return web.json_response({server.url: {
             "healthy": server.healthy, "load": server.load, "served": server.served,
-            "streams": [stream._asdict() for stream in streams[server.url]],
+            "streams": [stream._asdict() for stream in streams.get(server.url, ())],
         } for server in self.servers})  # fmt: skip
 
 

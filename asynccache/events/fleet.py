@@ -34,6 +34,8 @@ from asynccache.events.wire import EventLayout, Mirror
 
 MOST_AT_ONCE = 256
 """Messages of one stream that are read before the others have their turn."""
+MOST_SOCKETS = 1 << 16
+"""A stream takes three, and one more while it asks; ZeroMQ by itself allows 1,023."""
 TICK = 0.05
 MOST_HEARTBEAT = 6000.0
 """Seconds; ZeroMQ takes no more."""
@@ -92,9 +94,11 @@ class Fleet:
         self._servers: dict[str, tuple[_Followed, ...]] = {}
         self._streams: dict[EventStream, _Followed] = {}
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._working = threading.Lock()  # nothing is added to the work once it closes
         self._closing = False
         self.error: BaseException | None = None
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._poller = zmq.Poller()
         self._heard: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._wake, self._awaken = socketpair()
@@ -114,7 +118,8 @@ class Fleet:
     def close(self) -> None:
         """Follow nothing any more. Calling it twice is fine."""
         if not self._closing:
-            self._closing = True
+            with self._working:
+                self._closing = True
             self._awaken.send(b"\0")
             self._thread.join()
 
@@ -157,9 +162,10 @@ class Fleet:
     def _done(self, act: Callable[[], Any]) -> None:
         """Have the thread do ``act``, and wait for it."""
         future: Future[Any] = Future()
-        if self._closing:
-            raise CacheClosed("the fleet is closed")
-        self._work.append((future, act))
+        with self._working:
+            if self._closing:
+                raise CacheClosed("the fleet is closed")
+            self._work.append((future, act))
         with suppress(OSError):
             self._awaken.send(b"\0")
         future.result()
@@ -183,7 +189,8 @@ class Fleet:
         except BaseException as error:  # ``hits`` has no server from then on
             self.error = error
         finally:
-            self._closing = True
+            with self._working:
+                self._closing = True
             self._servers.clear()
             while self._work:
                 self._work.popleft()[0].set_exception(CacheClosed("the fleet is closed"))
@@ -292,6 +299,7 @@ class _Followed:
     def _changed(self) -> None:
         """The connection has been made, or has ended."""
         while self._monitor.poll(0):
+            self._drop_what_waits()
             made = parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._connected = made
             self._mirror.forget()
@@ -300,6 +308,13 @@ class _Followed:
             self._stop_asking()
             if made:
                 self._ask(first=True)
+
+    def _drop_what_waits(self) -> None:
+        """Drop batches that were sent before this change and not read yet: the one who sent them is gone. What is lost
+        with them of a new stream is asked for."""
+        with suppress(zmq.Again):
+            while self._stream.replay is not None:
+                self._sub.recv_multipart(zmq.NOBLOCK)
 
     def _ask_socket(self) -> zmq.Socket[bytes]:
         assert self._stream.replay is not None
@@ -318,9 +333,12 @@ class _Followed:
         self._check_at = time.monotonic() + self._fleet._check
         if self._stream.replay is None or self._asking is not None:
             return
+        try:
+            self._asking = self._ask_socket()
+        except zmq.ZMQError:  # too many sockets are open in this process; the next check asks again
+            return
         self._asked += 1
         self._for_held = self._held is not None
-        self._asking = self._ask_socket()
         self._asking.send_multipart((b"", self._order.ask()))
         self._patient_until = time.monotonic() + self._fleet._patience
         self._fleet._hear(self._asking, self._read_answer)

@@ -239,14 +239,15 @@ class PageTable:
 
     def _let_go(self) -> None:
         """Treat as any other what was kept until now."""
-        heap = self._until
+        heap, passed = self._until, list[int]()
         while heap and heap[0][0] <= self.now:
             until, slot = heappop(heap)
             if self.kept.get(slot) == until:
-                passed = slot in self._passed
+                if slot in self._passed:
+                    passed.append(slot)
                 self._unkeep(slot)
-                if passed:
-                    self._go_next(slot)
+        for slot in sorted(passed, key=self._used.__getitem__, reverse=True):  # the deepest of a prefix goes first
+            self._go_next(slot)
 
     def _unkeep(self, slot: int) -> None:
         if self.kept.pop(slot, None) is not None:
