@@ -190,6 +190,25 @@ def test_a_gap_is_asked_for_and_told_if_it_cannot_be_filled(fleet: Fleet) -> Non
         assert fleet.stats()["a"][0].gaps >= 3
 
 
+def test_what_a_dead_publisher_sent_behind_a_gap_is_not_believed_of_the_next_one() -> None:
+    with Fleet(patience=30.0, check=0.2, silence=1.0) as fleet, Lossy() as lossy:
+        connected(fleet, lossy)
+        lossy.silent = True
+        for number in range(5, 10):
+            lossy.pub.send_multipart(lossy.frames(number, lossy.batch(number)))
+        until(lambda: fleet.stats()["a"][0].gaps == 1)
+        lossy.pub.close()
+        until(lambda: not fleet.stats()["a"][0].connected)
+        lossy.silent, lossy.answer = False, [lossy.frames(0, lossy.batch(1))]
+        lossy.pub = lossy.context.socket(zmq.PUB)
+        lossy.pub.linger = 0
+        lossy.pub.bind(lossy.stream.endpoint)
+        until(lambda: hits(fleet, "a", 1) == (0, 1, 0), fleet.stats)
+        lossy.pub.send_multipart(lossy.frames(1, lossy.batch(2)))
+        until(lambda: hits(fleet, "a", 2) == (0, 1, 0), fleet.stats)
+        assert not any(any(hits(fleet, "a", block)) for block in range(5, 10))
+
+
 def test_what_got_lost_last_of_all_is_found_without_another_batch(fleet: Fleet) -> None:
     with Lossy() as lossy:
         connected(fleet, lossy)
