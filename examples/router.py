@@ -37,7 +37,7 @@ ANSWER = 64
 """Blocks that stand for the work of an answer, whatever its prompt: they spread prompts that nobody has."""
 HEALTH_EVERY = 0.5
 PROMPTS = ("/v1/completions", "/v1/chat/completions")
-AWAY = (aiohttp.ClientError, TimeoutError, ConnectionError)
+AWAY = (aiohttp.ClientConnectionError, TimeoutError, ConnectionError)
 HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
               "upgrade", "content-encoding"}  # fmt: skip
 
@@ -89,7 +89,7 @@ class Router:
             try:
                 async with asyncio.timeout(2.0), self.session.get(f"{server.url}/healthz") as answer:
                     server.healthy = answer.status == 200
-            except AWAY:
+            except (*AWAY, aiohttp.ClientError):
                 server.healthy = False
             await asyncio.sleep(HEALTH_EVERY)
 
@@ -99,7 +99,7 @@ class Router:
         """What KV events call the blocks of a request's prompt; none if no server can say. Any server tells its tokens,
         as vLLM's do, and ours tell what else goes into a block's name."""
         for server in [server for server in self.servers if server.healthy]:
-            with suppress(*AWAY, ConfigError, AttributeError, LookupError, TypeError, ValueError):
+            with suppress(*AWAY, aiohttp.ClientError, ConfigError, AttributeError, LookupError, TypeError, ValueError):
                 body = json.loads(raw)  # if that, or what follows, cannot be read, a server says what is wrong with it
                 asked = {name: body[name] for name in ("prompt", "messages") if name in body}
                 async with asyncio.timeout(2.0):
@@ -137,11 +137,13 @@ class Router:
                 async with AsyncExitStack() as stack:
                     try:
                         asked = self.session.request(request.method, server.url + request.path_qs, data=raw,
-                                                     headers=headers)  # fmt: skip
+                                                     headers=headers, allow_redirects=False)  # fmt: skip
                         answer = await stack.enter_async_context(asked)
                     except AWAY:
                         server.healthy = False
                         left.remove(server)
+                    except aiohttp.ClientError as error:  # it has answered, and that is no HTTP
+                        raise web.HTTPBadGateway(text=f"{server.url}: {error}") from error
                     else:
                         return await self.pass_on(request, answer, server)
             finally:

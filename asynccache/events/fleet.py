@@ -313,7 +313,7 @@ class _Followed:
         """Drop batches that were sent before this change and not read yet: the one who sent them is gone. What is lost
         with them of a new stream is asked for."""
         with suppress(zmq.Again):
-            while self._stream.replay is not None:
+            for _ in range(2 * self._sub.rcvhwm if self._stream.replay is not None else 0):
                 self._sub.recv_multipart(zmq.NOBLOCK)
 
     def _ask_socket(self) -> zmq.Socket[bytes]:

@@ -16,10 +16,12 @@ import pytest
 pytest.importorskip("vllm.v1.kv_hints", reason="vLLM is not installed, or has no hints: make test-vllm")
 
 from asynccache_vllm.counts import HINTED, HINTS, STORED
+from asynccache_vllm.namespace import block_named
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
 from asynccache.host.server import HostServer
+from asynccache.storage.contract import named_key
 from tests.host.host_kit import serving, socket_path
 from tests.vllm.tier_kit import Scheduler, config, keys_of, payload, scheduler
 
@@ -98,7 +100,7 @@ def made_at(path: str) -> Iterator[Hinting]:
 
 def page_of(made: Hinting, key: bytes) -> bytes:
     """The name of a chunk's page in the server."""
-    return sha256(key + made.tier._pages._pool(None).digest).digest()
+    return named_key(sha256(key + made.tier._pages._pool(None).digest).digest(), block_named("", key))
 
 
 def wait_for(made: Hinting, what: Callable[[], bool], seconds: float = 5.0) -> None:
