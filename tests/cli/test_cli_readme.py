@@ -37,9 +37,9 @@ def test_the_embedding_example_does_what_its_comment_says(tmp_path: Path) -> Non
 
 
 EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {
-    "openai_server.py", "fastapi_app.py", "vllm_second_run.py", "tiny_llama.py",
+    "openai_server.py", "fastapi_app.py", "router.py", "vllm_second_run.py", "tiny_llama.py",
 }  # fmt: skip
-"""But for two servers, which do not end, one that needs vLLM (tests/vllm runs it there), and a model."""
+"""But for two servers and a router, which do not end, one that needs vLLM (tests/vllm runs it there), and a model."""
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
@@ -57,7 +57,7 @@ def test_an_example_that_needs_vllm_says_so_at_once() -> None:
 
 def test_the_help_of_a_run_names_every_store_of_the_readme() -> None:
     table = (ROOT / "README.md").read_text().partition("## Stores")[2].partition("\n## ")[0]
-    stores = {scheme for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+    stores = {scheme for cell in re.findall(r"^\| ?(.*?) ?\|", table, re.MULTILINE)
               for scheme in re.findall(r"`(\w+:)[^`-]*`", cell)}  # fmt: skip
     assert {"file:", "rediss:", "az:"} <= stores
     text = RunSettings.fields("stress")["storage"].meaning

@@ -197,7 +197,7 @@ DOCS = Path(__file__).parents[2] / "docs"
     ("page", "printed"), [("events.md", "Mirror(GPU 4, CPU 4, STORAGE 0)"), ("metrics.md", "match: 64 on the device")]
 )
 def test_the_example_runs(page: str, printed: str, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)
     done = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=120,
