@@ -420,6 +420,7 @@ class StoresBehind:
         flushing = asyncio.create_task(self.flush())
         self._left = [flushing, *self._tasks]
         await asyncio.wait([flushing], timeout=DRAIN)
+        self._left += [task for task in self._tasks if task not in self._left]
         if why := flushing.result() if flushing.done() else f"they have not taken all in {DRAIN:g} s":
             LOG.warning("not everything is in the stores: %s", why)
         for task in self._left:

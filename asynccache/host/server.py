@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ import msgspec
 
 from asynccache.errors import AsyncCacheError, ConfigError, Unavailable
 from asynccache.host import wire
-from asynccache.host.behind import StoresBehind
+from asynccache.host.behind import LET_GO, StoresBehind
 from asynccache.host.changes import HeldChanges, TellHeld
 from asynccache.host.memory import UNIT, HostMemory, MemoryLayout
 from asynccache.host.pages import Books, PageTable, Writer
@@ -466,6 +466,7 @@ class HostServer:
             await asyncio.wait([self._growing])
         if self.behind is not None:
             await self.behind.close()
+        await self._end_answers([other for other in self._clients if other is not client])
         loop.remove_reader(self._listener.fileno())
         self.handed_over = True
         writing = [peer for peer in self._peers if peer.writer.holds]
@@ -510,6 +511,15 @@ class HostServer:
         table = self.table
         held = [(peer.writer.name, *table.held_by(peer.writer)) for peer in writing]
         return Snapshot(self.boot, self.memory.layout, self.memory.allocated, table.books(), held, table.kept_for())
+
+    @staticmethod
+    async def _end_answers(clients: Iterable[HostClient]) -> None:
+        """End the answers that wait for stores: they would go on with a table that is another server's by then."""
+        answers = [task for client in clients for task in client._tasks]
+        for task in answers:
+            task.cancel()
+        if answers:
+            await asyncio.wait(answers, timeout=LET_GO)
 
     async def aclose(self, *, unlink: bool = True) -> None:
         """Stop listening, have the stores write what waits, and end all connections. Calling it twice is fine."""

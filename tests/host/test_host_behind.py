@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from asynccache_backends.memory import MemoryBackend
 
-from asynccache.errors import Unavailable
+from asynccache.errors import BackendError, Unavailable
 from asynccache.host import behind as behind_module
+from asynccache.host.behind import StoresBehind
+from asynccache.host.memory import HostMemory
 from asynccache.host.server import HostServer
+from asynccache.host.takeover import take_over
 from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.host.host_kit import client, serving, socket_path
-from tests.waiting import until
+from tests.waiting import turns, until
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -367,3 +371,47 @@ async def test_a_store_that_takes_nothing_has_no_more_pages_waiting_than_the_mem
         assert len(store.waiting) <= server.table.layout.slots == 64
         assert store.counts["dropped"] + len(store.waiting) + store.writing + store.counts["evicted"] > 300
         await backend.aclose()
+
+
+@pytest.mark.slow(17)
+async def test_an_answer_that_waits_for_a_store_changes_nothing_of_the_next_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store clears for long, whoever cancels it. Meanwhile pages come, and another server takes over."""
+    clear, cleared = MemoryBackend.clear, asyncio.Event()
+
+    async def slow(self: MemoryBackend) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(30.0)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(6.0)
+        await clear(self)
+        cleared.set()
+
+    monkeypatch.setattr(MemoryBackend, "clear", slow)
+    path = socket_path()
+    made = HostMemory.make(16 << 20)
+    behind = StoresBehind(["memory:?timeout=60"], made.layout.size // 8)
+    await behind.open()
+    server = HostServer(path, made, behind=behind)
+    await server.open()
+    one, two = await client(path), await client(path)
+    clearing = asyncio.create_task(one.clear())
+    await asyncio.sleep(0.2)
+    keys = keys_of(20)
+    put = await put_all(two, keys)
+    taken = await asyncio.to_thread(take_over, path)
+    assert taken is not None
+    heir = HostServer(path, taken.memory)
+    await heir.open(taken)
+    with suppress(BackendError):
+        await clearing
+    await cleared.wait()
+    await turns()
+    results, records = await get_all(two, keys)
+    assert results == [HIT] * 20
+    assert same(put, records)
+    heir.table.audit()
+    for backend in (one, two):
+        await backend.aclose()
+    await heir.aclose()
