@@ -32,6 +32,7 @@ def socket_path() -> str:
 def _folder() -> str:
     """A folder that is gone when this process ends; its name is short, as a socket's must be."""
     folder, owner = tempfile.mkdtemp(prefix="kv"), os.getpid()
+    os.chmod(folder, 0o711)  # whether others may come in is for the folders within to say
 
     @atexit.register
     def _() -> None:
