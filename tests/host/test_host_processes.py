@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, cast
 
 import pytest
 
-from asynccache.errors import ConfigError
+from asynccache.errors import BackendError, ConfigError
 from asynccache.host.pages import Writer
 from asynccache.host.server import HostServer
 from asynccache.host.takeover import take_over
@@ -504,3 +506,32 @@ async def test_a_server_may_have_as_many_descriptors_as_the_machine_allows() -> 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert allowed == min(1 << 16, hard)
+
+
+async def test_a_memory_goes_with_the_calls_that_its_server_left_unanswered() -> None:
+    path = socket_path()
+    with server_process(path) as server:
+        await server.counts()
+        backend = await client(path)
+        keys = keys_of(4)
+        await put_all(backend, keys)
+        held = backend._connection._mapping
+        assert held is not None
+        memory = weakref.ref(held[1])
+        del held
+        gc.disable()  # nothing waits for it
+        try:
+            server.process.send_signal(signal.SIGSTOP)
+            waiting = asyncio.create_task(get_all(backend, keys))
+            await asyncio.sleep(0.05)
+            server.kill()
+            with pytest.raises(BackendError):
+                await waiting
+            del waiting
+            server.start()
+            await server.counts()
+            await put_all(backend, keys)
+            assert memory() is None
+        finally:
+            gc.enable()
+        await backend.aclose()

@@ -98,6 +98,8 @@ class HostChannel(asyncio.Protocol):
             if isinstance(request, wire.Reserve) and answered:  # in this very turn
                 self.tell(wire.GiveBack(future.result().slots, future.result().generations))
             raise
+        finally:
+            del future  # its error refers to this frame and its callers', and they to a memory that may be gone
 
     def _take(self, answer: wire.Answers) -> None:
         future = self._waiting.pop(answer.number, None)
