@@ -35,7 +35,7 @@ class EngineError(AsyncCacheError):
 
 
 class Answer(NamedTuple):
-    """What a server made of a prompt: its tokens as texts, for each of them its log-probability and those of the
+    """A server's answer to a prompt: its tokens as texts, for each of them its log-probability and those of the
     likeliest tokens, the whole text, and how many tokens the prompt had, how many of them were cached, and, where the
     server says so, in which tiers."""
 

@@ -1,4 +1,4 @@
-"""What all servers of a fleet hold, for a router: their streams of KV events, followed in one thread.
+"""The blocks that all servers of a fleet hold, for a router: their streams of KV events, followed in one thread.
 
 A server has several streams: its engine's, and that of the host process on its machine, which other servers there have
 as well. Each is followed once.

@@ -1,4 +1,4 @@
-"""Which keys each place of a host process holds, told to whoever makes KV events of that.
+"""The keys that each place of a host process holds, told to whoever makes KV events of that.
 
 A *place* is the memory, or one of the stores behind it. What changes in one turn of the loop is told together, and what
 comes and goes before it was told is not told at all. So what waits is never more than the places hold and have told,

@@ -42,7 +42,7 @@ def units_of(size: int) -> int:
 
 
 class Extents:
-    """Who has which units, of ``units`` in all. ``free``: how many are free.
+    """The owners of a memory's units, of ``units`` in all. ``free``: how many are free.
 
     ``tags`` has a number at the first and at the last unit of every extent, so that its neighbours are found from
     there: that of the owner (above 0), or the negative size of a free extent. Units that were never given have 0.

@@ -1,4 +1,4 @@
-"""What a host process counts, for Prometheus: ``/metrics``, and ``/healthz``, by HTTP.
+"""The counters of a host process for Prometheus: ``/metrics``, and ``/healthz``, by HTTP.
 
 The text format is a line a number, so it is written here, and the process needs no package for it. A connection has one
 request of a few lines and some seconds; there are few at a time. Nobody is asked who he is: listen where only your own

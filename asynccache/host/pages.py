@@ -1,4 +1,4 @@
-"""Which page lies where, which one goes next, and who writes where. Pure bookkeeping: no I/O, no clock.
+"""The books of a memory: which page lies where, which one goes next, and who writes where. No I/O, no clock.
 
 Laws:
 * Every slot and every unit is free, or a page's, or reserved by a process, or both of the latter: never of two pages.
@@ -57,7 +57,7 @@ _MIDDLE = 1 << 62
 
 
 class HostLabel:
-    """What pages of one label take. ``limit``: their bytes at most; None: no limit."""
+    """A label, and how much its pages take. ``limit``: their bytes at most; None: no limit."""
 
     def __init__(self, name: str, limit: int | None = None) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class Writer:
 class Books(msgspec.Struct, array_like=True):
     """All that a table knows, as one server leaves it to the next: arrays of what ``PageTable`` has by slot, as bytes.
     ``order``: the slots of the stored pages, the coldest first. ``pool_of``, ``label_of``: places in ``pools`` and
-    ``labels``."""
+    ``labels``. ``kept_for``: the keys of kept pages, each with the seconds that are left to it."""
 
     usable: int
     order: bytes
@@ -106,6 +106,7 @@ class Books(msgspec.Struct, array_like=True):
     pool_of: bytes
     labels: list[str]
     label_of: bytes
+    kept_for: list[tuple[bytes, float]]
 
 
 class PageTable:
@@ -560,7 +561,7 @@ class PageTable:
             b"".join([bytes(KEY_BYTES) if key is None else key for key in self.keys]), self.lengths.tobytes(),
             self.starts.tobytes(), self.generations.tobytes(), self.written.tobytes(), list(pools),
             array("I", map(pools.__getitem__, self.pools)).tobytes(), labels,
-            array("I", [label_at[label.name] for label in self.labels]).tobytes(),
+            array("I", [label_at[label.name] for label in self.labels]).tobytes(), self.kept_for(),
         )  # fmt: skip
 
     def held_by(self, writer: Writer) -> tuple[list[int], list[int]]:
@@ -571,7 +572,7 @@ class PageTable:
 
     def restore(self, books: Books, held: Iterable[tuple[Writer, Sequence[int], Sequence[int]]]) -> None:
         """Take over the pages of another server, and what processes hold there (see ``held_by``). To be called once,
-        first."""
+        first, but for ``now``."""
         self.usable = books.usable
         for into, data in ((self.lengths, books.lengths), (self.starts, books.starts), (self.written, books.written),
                            (self.generations, books.generations)):  # fmt: skip
@@ -592,6 +593,8 @@ class PageTable:
         self._free.extend([slot for slot, key in enumerate(self.keys) if key is None])
         self._extents.give_all_but([(self.starts[slot], units_of(self.lengths[slot]), slot + 1)
                                     for slot, key in enumerate(self.keys) if key is not None], self.usable)  # fmt: skip
+        for key, seconds in books.kept_for:
+            self.keep([key], seconds)
 
     def _named(self, books: Books, slot: int) -> bytes:
         key = self.keys[slot] = books.keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES]

@@ -61,7 +61,7 @@ class Peer:
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """What a server leaves to the next beside the descriptors: of the memory, of the listening socket, and one for each
+    """A server's legacy to the next beside the descriptors: of the memory, of the listening socket, and one for each
     process in ``held``: its name, and what ``PageTable.held_by`` says of it."""
 
     boot: bytes
@@ -69,11 +69,10 @@ class Snapshot(msgspec.Struct, array_like=True):
     allocated: int
     books: Books
     held: list[tuple[str, list[int], list[int]]]
-    keep: list[tuple[bytes, float]]
 
 
 class Inherited:
-    """What was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds.
+    """All that was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds.
     ``confirm`` makes the other one end, and raises ConfigError if that has gone on; it blocks."""
 
     def __init__(
@@ -139,7 +138,7 @@ class HostClient(asyncio.Protocol):
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It has read them."""
+        """The client has read its answers."""
         self._paused = False
         self._flow()
 
@@ -298,10 +297,8 @@ class HostServer:
             peer.writer.since = time.monotonic()
             held.append((peer.writer, reserved, pinned))
         self.boot = snapshot.boot
-        self.table.restore(snapshot.books, held)
         self.table.now = time.monotonic()
-        for page, seconds in snapshot.keep:
-            self.table.keep([page], seconds)
+        self.table.restore(snapshot.books, held)
 
     async def _grow(self, usable: asyncio.Event) -> None:
         """Allocate the memory, part by part, and use each part at once. ``usable`` is set after the first."""
@@ -508,9 +505,8 @@ class HostServer:
                 self.behind = None
 
     def _snapshot(self, writing: list[Peer]) -> Snapshot:
-        table = self.table
-        held = [(peer.writer.name, *table.held_by(peer.writer)) for peer in writing]
-        return Snapshot(self.boot, self.memory.layout, self.memory.allocated, table.books(), held, table.kept_for())
+        held = [(peer.writer.name, *self.table.held_by(peer.writer)) for peer in writing]
+        return Snapshot(self.boot, self.memory.layout, self.memory.allocated, self.table.books(), held)
 
     @staticmethod
     async def _end_answers(clients: Iterable[HostClient]) -> None:

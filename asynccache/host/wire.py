@@ -1,4 +1,4 @@
-"""What a host process and its clients say to each other: MessagePack arrays, each in a frame of 4 bytes of length
+"""The messages of a host process and its clients: MessagePack arrays, each in a frame of 4 bytes of length
 (little-endian) and the message.
 
 A client's first message is ``Greeting``, which no version changes but by adding fields at its end. The server answers
@@ -157,7 +157,7 @@ class Secure(HostMessage):
 
 
 class Hint(HostMessage):
-    """What the client knows of these pages; from version 2 on. ``verb``: PREFETCH, the pages will be wanted soon, have
+    """A hint of the client's about these pages; from version 2 on. ``verb``: PREFETCH, they will be wanted soon, have
     them in the memory; KEEP, spare them for ``seconds``; ENDED, they may go first. ``sizes``: as in ``Find``, for
     PREFETCH only. Answer: ``Verdicts``, HIT where it is as the client wants it, MISS where it is not, as for a verb
     that the server does not know."""
@@ -259,7 +259,7 @@ read_greeting, read_request, read_welcome, read_answer = (
 
 
 class Malformed(BackendError):
-    """What came is no message, or a longer one than there can be."""
+    """Bytes came that are no message, or that are a longer one than there can be."""
 
 
 def frame(message: Any) -> bytes:

@@ -44,7 +44,7 @@ class Result(IntEnum):
 
 
 class Hint(Enum):
-    """What somebody knows of pages beforehand. A hint is no order: a store does what it can.
+    """A piece of knowledge about pages, before they are asked for. It is no order: a store does what it can.
 
     PREFETCH: they will be wanted soon, so have them where they are read fastest.
     KEEP: spare them for some seconds.

@@ -37,7 +37,7 @@ MAJORS = ("0", "1")
 
 @dataclass(slots=True)
 class RequestHints:
-    """What the hints of one request come to.
+    """The sum of one request's hints.
 
     prefetch: its chunks will be wanted soon. block_hashes: those that it names, by vLLM's hashes.
     keep: for how many seconds its chunks are to be kept; 0: no longer than others. keep_end: those up to this token;

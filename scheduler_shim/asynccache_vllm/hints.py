@@ -1,4 +1,4 @@
-"""Which chunks of a vLLM request a hint is about."""
+"""The chunks of a vLLM request that a hint is about."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from asynccache_vllm.namespace import GROUP_BYTES
+
 MOST_FOLLOWED = 1 << 17
-GROUP_BYTES = 4
-"""The last bytes of a chunk's key, which say the number of its KV cache group."""
 
 
 class Successors:

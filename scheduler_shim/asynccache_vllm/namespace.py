@@ -36,7 +36,8 @@ FORMATS = frozenset(
 )  # fmt: skip
 """The ``load_format``s that read the model's own files, whole."""
 
-_GROUP_BYTES = 4
+GROUP_BYTES = 4
+"""The last bytes of a chunk's key, which say the number of its KV cache group."""
 
 IGNORED = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 """Fields of a model's configuration that only say where it came from, and change nothing that is computed."""
@@ -182,7 +183,7 @@ def namespace_of(*facts: Mapping[str, Any]) -> str:
 def block_named(pool: str, key: bytes) -> int:
     """Return the hash by which vLLM's KV events name the block of a chunk: the lower 64 bits of its hash, of a chunk of
     several blocks the last one's. A key is a hash, and 4 bytes that number the group of layers."""
-    return int.from_bytes(key[:-_GROUP_BYTES][-8:], "big")
+    return int.from_bytes(key[:-GROUP_BYTES][-8:], "big")
 
 
 def short(namespace: str) -> str:

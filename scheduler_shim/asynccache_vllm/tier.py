@@ -472,7 +472,7 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
 
 
 def _instructions() -> list[Any]:
-    """What a CPU can do. vLLM's kernels for CPUs order the keys within a block by it."""
+    """The abilities of this CPU, by which vLLM's kernels for CPUs order the keys within a block."""
     can = [getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512", "avx2")]
     return [platform.machine(), *can]
 

@@ -77,8 +77,8 @@ async def test_what_is_kept_is_kept_by_the_next_server(monkeypatch: pytest.Monke
         await put_all(backend, keys)
         await backend.hint(Hint.KEEP, keys, 60.0)
         snapshot = server._snapshot([])
-        assert sorted(key for key, _ in snapshot.keep) == sorted(key.key for key in keys)
-        assert all(59 < seconds <= 60 for _, seconds in snapshot.keep)
+        assert sorted(key for key, _ in snapshot.books.kept_for) == sorted(key.key for key in keys)
+        assert all(59 < seconds <= 60 for _, seconds in snapshot.books.kept_for)
         await backend.aclose()
 
 
