@@ -30,7 +30,7 @@ from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.libcuda import Spans
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.device import CopyDirection
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from benchmarks.cuda_copies import BLOCKS, OUT, Figures, Memory, Pieces
 
 LAYERS, SIDE = 32, 4096

@@ -30,11 +30,11 @@ from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import Move, Outcome, Status
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.link import SECRET
-from asynccache.worker.local import EmbedderParts, Reports
+from asynccache.worker.local import EmbedderParts
 from asynccache.worker.messages import encode
 from asynccache.worker.rank_server import ORDERS, RankServer, connect
 from asynccache.worker.ranks import Topology, Workers, listen
-from asynccache.worker.work import CopyKind, Work
+from asynccache.worker.work import CopyKind, Reports, Work
 from benchmarks.parsing import integer
 from benchmarks.tables import Chart, Row, bench
 

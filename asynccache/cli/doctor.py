@@ -189,7 +189,7 @@ async def _by_path(opened: Any, below: int) -> Report:
     from asynccache.core.plan import Move
     from asynccache.core.settings import ComponentKind, HitPolicy
     from asynccache.memory.cuda.device import CudaDevice
-    from asynccache.memory.pools import Mover
+    from asynccache.memory.mover import Mover
 
     thresholds = {one.name: below for one in structs.fields(opened.settings) if one.name.endswith("_below")}
     device = CudaDevice(opened.driver, opened.name, settings=structs.replace(opened.settings, **thresholds))

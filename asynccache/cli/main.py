@@ -1,8 +1,8 @@
 """The command ``asynccache``: runs the subcommand, and turns an error into one sentence and an exit status.
 
 Exit status: 0 all was well; 1 something was wrong with the cache or the run; 2 the input could not be used; 3 a bug in
-asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where); 130 the command was interrupted by Ctrl-C. SIGTERM
-interrupts it as well, and ``entry`` turns that status into 143.
+asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where); 130 the command was interrupted by Ctrl-C, and 143 by
+SIGTERM (``entry``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from asynccache import __version__, compiled
 from asynccache.checks import nearest
-from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.output import check_writable, debugging
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import without_torch
@@ -27,8 +26,8 @@ from asynccache.extras import without_torch
 BUG = 3
 _NO_REPORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]*:|.*\.toml$")
 COMMANDS = {
-    "replay": ("options", "serve the requests of a recorded trace, and verify every page"),
-    "stress": ("options", "serve made-up conversations, with faults and cancellations if wanted, and verify every "
+    "replay": ("stress", "serve the requests of a recorded trace, and verify every page"),
+    "stress": ("stress", "serve made-up conversations, with faults and cancellations if wanted, and verify every "
                           "page"),
     "serve": ("serve", "own host memory and stores of this machine, for all engines on it, which reach them as "
                        "host:PATH"),
@@ -77,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except AsyncCacheError as error:
         return _refused(str(error), debug)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 1

@@ -24,7 +24,6 @@ import msgspec
 from msgspec import Meta
 
 from asynccache import checks
-from asynccache.cli.run_cache import PRESET
 from asynccache.cli.traces import CONVERSATIONS, MOST_BLOCK
 from asynccache.config import (
     COMPONENTS,
@@ -43,6 +42,8 @@ from asynccache.memory.device import parse_device
 from asynccache.redaction import shown
 from asynccache.settings import Amount, Count, Field, Settings, Share, fields_of
 
+PRESET = "deepseek-v4"
+"""The name of the sidecars of a model of DeepSeek-V4's kind: ``run_cache.sidecars``."""
 MOST = 1e15
 Rate = Annotated[float, Meta(gt=0, le=MOST)]
 """A number above 0, such as a rate or a time."""
@@ -386,13 +387,3 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
             else:
                 values["mamba_bytes"] = component.state_bytes
         return cls(cache=cache, **values)
-
-
-Options = RunSettings
-
-
-def execute(settings: RunSettings) -> int:
-    """Run, print the summary, write the report; returns the exit status. Raises as ``session.execute``."""
-    from asynccache.cli import session  # imports torch: --help and wrong input need not wait for that
-
-    return session.execute(settings)

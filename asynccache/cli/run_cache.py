@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from asynccache.cli.options import PRESET, RunSettings
 from asynccache.config import CacheConfig, Component, Full, Mamba, Replicated, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asynccache.cli.options import RunSettings
     from asynccache.cli.traces import Trace, TraceSurvey
 
 MODEL = "asynccache-stand-in"
-PRESET = "deepseek-v4"
 _COARSE = 128
 _DEEPSEEK = (("c4", "full", 1 / 4), ("c4_indexer", "full", 1 / 16), ("c128", "full", 1 / _COARSE),
              ("c4_state", "swa", 1 / 4), ("c4_indexer_state", "swa", 1 / 16))

@@ -26,9 +26,9 @@ import torch
 from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.memory import host_copies as batch
-from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream
+from asynccache.memory.device import CopyDirection, Event, Stream
 from asynccache.memory.host_copies import Fates, Faults
-from asynccache.memory.pools import anonymous_tensor, available_memory, check_room
+from asynccache.memory.pools import PageCopy, anonymous_tensor, available_memory, check_room
 from asynccache.memory.signals import Bells, HostGate, Signal, WorkThread
 
 

@@ -18,11 +18,9 @@ from urllib.parse import parse_qsl
 from asynccache.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
-    from asynccache.memory.pools import DevicePool, HostPool
+    from asynccache.memory.pools import PageCopy
 
 
 class Event(Protocol):
@@ -78,19 +76,6 @@ class CopyDirection(Enum):
     OUT = "device to host"
     IN = "host to device"
     WITHIN = "within the device"
-
-
-class PageCopy(NamedTuple):
-    """Copy the pages ``src`` of one pool to the pages ``dst`` of its counterpart on the other tier, or of the same
-    device pool.
-    """
-
-    device: DevicePool
-    host: HostPool | None
-    src: npt.NDArray[np.int32]
-    dst: npt.NDArray[np.int32]
-    """Page ids, like ``src``: one-dimensional int32 arrays of equal length. The device may keep arrays that are
-    read-only; it copies others."""
 
 
 class Device(Protocol):

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, InvariantViolation, forget_frames
-from asynccache.memory.device import CopyDirection, PageCopy
-from asynccache.memory.pools import Bytes, DevicePool, HostPool
+from asynccache.memory.device import CopyDirection
+from asynccache.memory.pools import Bytes, DevicePool, HostPool, PageCopy
 
 Ids = npt.NDArray[np.intp]
 Piece = tuple[Ids | slice, Ids | slice]

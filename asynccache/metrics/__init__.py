@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynccache.extras import install
-from asynccache.metrics.asgi import LoopLag, app
+from asynccache.metrics.asgi import app
+from asynccache.metrics.loop_lag import LoopLag
 
 if TYPE_CHECKING:
     from asynccache.metrics.collector import CacheCollector

@@ -20,7 +20,8 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from asynccache import checks, compiled
-from asynccache.metrics.asgi import LoopLag, a_cache
+from asynccache.metrics.loop_lag import LoopLag
+from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.explain import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from asynccache.core.cache import ShelfStatistics
     from asynccache.core.eviction import Learned
     from asynccache.events.publisher import PublisherStats
-    from asynccache.runtime.cache import AsyncCache, CacheStatistics
+    from asynccache.runtime.cache import CacheStatistics
 
 _PREFIX = "asynccache"
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
@@ -57,7 +58,7 @@ class CacheCollector(Collector):
         self, cache: AsyncCache, *, name: str | None = None, lag: LoopLag | None = None,
         publisher: Callable[[], PublisherStats] | None = None,
     ) -> None:  # fmt: skip
-        self._cache = a_cache(cache)
+        self._cache = checks.instance("cache", cache, AsyncCache)
         self._name = cache.config.model if name is None else checks.text("name", name)
         self._page_size = cache.config.page_size
         self._lag = None if lag is None else checks.instance("lag", lag, LoopLag)

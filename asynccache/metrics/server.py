@@ -16,7 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from asynccache import checks
 from asynccache.errors import ConfigError
-from asynccache.metrics.asgi import LoopLag, MetricsApp
+from asynccache.metrics.asgi import MetricsApp
+from asynccache.metrics.loop_lag import LoopLag
 from asynccache.settle import completed
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from asynccache.runtime.core_calls import holding
 from asynccache.runtime.explain import Explained, explain
 from asynccache.runtime.forget import forget, forget_all
 from asynccache.runtime.head import LOG, CloseReport, Head, OnEvent, SavingLimit
-from asynccache.runtime.lease import Kept, Lease, ask_for, keep
+from asynccache.runtime.kept import Kept, keep
+from asynccache.runtime.lease import Lease, ask_for
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.sanitizer import SLOW
@@ -410,7 +411,7 @@ class AsyncCache:
         head = self._ready()
         full = head.core.config.components[0]
         cap = int(full.device * self.config.kept_fraction) * self.config.page_size
-        return await keep(head, head.namespaces.space(namespace), key, ttl, cap)
+        return await keep(head.driver, head.holders, head.namespaces.space(namespace), key, ttl, cap)
 
     # the engine's batches, where there are several workers
 

@@ -30,7 +30,7 @@ from asynccache.runtime.announcer import Announcer, StartSpan, no_span
 from asynccache.runtime.core_calls import run_acks
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine_batches import EngineBatches
-from asynccache.runtime.lease import Kept
+from asynccache.runtime.kept import Kept, kept_among
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.prefetch import Prefetches
 from asynccache.runtime.sanitizer import Sanitizer
@@ -38,9 +38,10 @@ from asynccache.runtime.save import TASKS, Backups, drain, unsaved
 from asynccache.runtime.stores import StoreAttachments
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import Namespaces
-from asynccache.worker.local import LATE, MOMENT, Reports
+from asynccache.worker.local import LATE, MOMENT
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stages import StageMeter
+from asynccache.worker.work import Reports
 
 if TYPE_CHECKING:
     from asynccache.core.plan import BackupStorage, Copy, Event
@@ -158,7 +159,7 @@ class Head:
 
     def kept(self) -> list[Kept]:
         """Return all prefixes that are kept now."""
-        return [holder for holder in self.holders if isinstance(holder, Kept)]
+        return kept_among(self.holders)
 
     def idle(self) -> bool:
         """Return True if nobody holds a lease, no prefix is kept, and no operation is under way that may be awaited:

@@ -36,13 +36,22 @@ from asynccache.storage.url import check_name, place_of
 from asynccache.worker import folds
 from asynccache.worker import messages as m
 from asynccache.worker.link import Wire
-from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Reports, Storage, StoreEntry
+from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Storage, StoreEntry
 from asynccache.worker.messages import news_decoder, orders_of
 from asynccache.worker.pool_layout import FULL, size_of
 from asynccache.worker.rank_server import ORDERS, PINNING, RankServer
 from asynccache.worker.stages import ChangeSignal, StageMeter
 from asynccache.worker.watched_keys import WatchedKeys
-from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
+from asynccache.worker.work import (
+    BatchInFlight,
+    CopyKind,
+    ReadOrder,
+    Reports,
+    StoredBatch,
+    StoreQuestion,
+    Work,
+    WriteOrder,
+)
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Device

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from asynccache import checks
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, Status
+from asynccache.core.plan import SLOT_BYTES
 from asynccache.errors import ConfigError, CopyFailed
 from asynccache.extras import without_torch
 from asynccache.memory.device import Device as Device
@@ -63,6 +63,7 @@ from asynccache.worker.work import (
     PageBytes,
     PageQuestion,
     ReadOrder,
+    Reports,
     StoredBatch,
     StoreQuestion,
     Work,
@@ -70,10 +71,10 @@ from asynccache.worker.work import (
 )
 
 if TYPE_CHECKING:
+    from asynccache.memory.mover import Mover
     from asynccache.memory.poison import Poison
     from asynccache.memory.pools import BlockTable as BlockTable
     from asynccache.memory.pools import DevicePool as DevicePool
-    from asynccache.memory.pools import Mover
     from asynccache.worker.stages import Copying
 
 Storage = str | StorageBackend | CheckedStore
@@ -100,21 +101,6 @@ class StoreEntry(NamedTuple):
     options: StoreOptions
     shared: bool
     """``asynccache.storage.contract.is_shared``; in a group, whether any rank says so."""
-
-
-class Reports(NamedTuple):
-    """The functions that a worker calls to report to its owner. The head gives ``Driver.ended``, ``Supervisor.fail``
-    and ``Head._keys``, in ``Head.start``; a ``RankServer`` gives its own, which send messages to the head.
-
-    ``ended(status, ops)``: the operations of one ``Work`` have ended, all with this status, and their buffers are let
-    go. ``failed(error)``: the worker cannot go on, and so the cache cannot either. ``keys(store, there, keys)``: the
-    watched store of this number has these storage keys from now on or, if ``there`` is False, has them no more.
-    ``health()``: ``shut`` may have changed. By default nobody is told, as before ``LocalWorker.start``."""
-
-    ended: Callable[[Status, Sequence[int]], None] = lambda status, ops: None
-    failed: Callable[[BaseException], None] = lambda error: None
-    keys: Callable[[int, bool, Sequence[bytes]], None] = lambda store, there, keys: None
-    health: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -758,8 +744,8 @@ async def open_local(
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
         Unavailable: a store cannot be opened now.
     """
+    from asynccache.memory.mover import Mover
     from asynccache.memory.poison import Poison
-    from asynccache.memory.pools import Mover
 
     device, tiers, own = given.device, TieredStore(), given.device is None
     mover: Mover | None = None

@@ -43,11 +43,11 @@ from asynccache.version import VERSION
 from asynccache.worker import messages as m
 from asynccache.worker.folds import are_counters
 from asynccache.worker.link import Link, Wire, open_link
-from asynccache.worker.local import EmbedderParts, LocalWorker, Reports, StoreEntry, check_device, open_local
+from asynccache.worker.local import EmbedderParts, LocalWorker, StoreEntry, check_device, open_local
 from asynccache.worker.messages import Order, order_decoder, orders_of, remote
-from asynccache.worker.ranks import ARRIVAL, Topology, decode_welcome
+from asynccache.worker.ranks import ARRIVAL, Shard, Topology, decode_welcome
 from asynccache.worker.stages import ChangeSignal
-from asynccache.worker.work import CopyKind, Work
+from asynccache.worker.work import CopyKind, Reports, Work
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from asynccache.worker.stages import Copying
 
 T = TypeVar("T")
-
-Shard = Callable[[CacheConfig], CacheConfig]
-"""A function from the head's configuration to that of one rank: bytes, layers, ``covers`` and dtypes may differ, and
-all else is the same."""
 
 KEYS = 1024
 """The most storage keys of a message."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache import checks
+from asynccache.config import CacheConfig
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker.link import Link, open_listener
@@ -21,7 +22,10 @@ from asynccache.worker.messages import Hello, Welcome, decoder, encode
 
 if TYPE_CHECKING:
     from asynccache.worker.local import Storage
-    from asynccache.worker.rank_server import Shard
+
+Shard = Callable[[CacheConfig], CacheConfig]
+"""A function from the head's configuration to that of one rank: bytes, layers, ``covers`` and dtypes may differ, and
+all else is the same."""
 
 TIMEOUT = 30.0
 ARRIVAL = 300.0

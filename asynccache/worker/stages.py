@@ -29,11 +29,10 @@ from asynccache.core.plan import Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.work import CopyKind, Work
+from asynccache.worker.work import CopyKind, Reports, Work
 
 if TYPE_CHECKING:
-    from asynccache.memory.pools import Mover
-    from asynccache.worker.local import Reports
+    from asynccache.memory.mover import Mover
 
 T = TypeVar("T")
 

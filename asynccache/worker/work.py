@@ -1,12 +1,13 @@
-"""The orders that a worker gets, and its answers: values of integers, bytes and names, which can be sent. Copies of a
-plan are a ``Work``. msgspec reads the types of these values, so the module is not compiled."""
+"""The orders that a worker gets, its answers, and how it reports: values of integers, bytes and names, which can be
+sent. Copies of a plan are a ``Work``. msgspec reads the types of these values, so the module is not compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from asynccache.core.plan import Move, StoredPages
+from asynccache.core.plan import Move, Status, StoredPages
 
 
 class CopyKind(IntEnum):
@@ -122,3 +123,18 @@ class BatchInFlight(Protocol):
     async def settled(self) -> None:
         """Return when the batch is over, or has failed."""
         ...
+
+
+class Reports(NamedTuple):
+    """The functions that a worker calls to report to its owner. The head gives ``Driver.ended``, ``Supervisor.fail``
+    and ``Head._keys``, in ``Head.start``; a ``RankServer`` gives its own, which send messages to the head.
+
+    ``ended(status, ops)``: the operations of one ``Work`` have ended, all with this status, and their buffers are let
+    go. ``failed(error)``: the worker cannot go on, and so the cache cannot either. ``keys(store, there, keys)``: the
+    watched store of this number has these storage keys from now on or, if ``there`` is False, has them no more.
+    ``health()``: ``shut`` may have changed. By default nobody is told, as before ``LocalWorker.start``."""
+
+    ended: Callable[[Status, Sequence[int]], None] = lambda status, ops: None
+    failed: Callable[[BaseException], None] = lambda error: None
+    keys: Callable[[int, bool, Sequence[bytes]], None] = lambda store, there, keys: None
+    health: Callable[[], None] = lambda: None

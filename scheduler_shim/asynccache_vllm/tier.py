@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
 from asynccache.storage import RECORD_SCHEMA, Hint, Pages, RequestHints, Result, StoreLayout, check_stores, read_hints
-from asynccache_vllm import check_installed, check_interface, unsuitable
 from asynccache_vllm import namespace as naming
 from asynccache_vllm.counts import (
     DESCRIPTIONS,
@@ -37,6 +36,7 @@ from asynccache_vllm.counts import (
     ChunkCounts,
 )
 from asynccache_vllm.hints import Successors, in_order, keys_of
+from asynccache_vllm.interface import check_installed, check_interface, unsuitable
 from asynccache_vllm.lookups import ChunkQuestion, KeyAnswer, KeyTable
 from asynccache_vllm.options import TierOptions
 from asynccache_vllm.transfers import STORE_TIMEOUT, ChunkTransfer, ChunkTransfers

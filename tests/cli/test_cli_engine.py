@@ -35,7 +35,7 @@ def full(*ids: int, first: int = 0) -> PageRun:
 @pytest.fixture
 def pools() -> dict[str, DevicePool]:
     device = CpuDevice()
-    return {spec.name: DevicePool.allocate(spec, device) for spec in CONFIG.pools()}
+    return {spec.name: DevicePool.allocate(spec, device.device_tensor) for spec in CONFIG.pools()}
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from asynccache_shim import Batch
 from openai_serving.models import FAMILIES
 from openai_serving.scores import ScoredModel
 
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from asynccache.storage import CheckedStore, Result
 from tests.cli.engine_server import (
     DEVICE,

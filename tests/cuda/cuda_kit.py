@@ -17,7 +17,7 @@ from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import CudaEngineStream
 from asynccache.memory.device import Event
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 # The mark of tests that need a GPU: they say why they are skipped, and never pass without having run.

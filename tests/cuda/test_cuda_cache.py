@@ -17,8 +17,9 @@ from asynccache.errors import CacheClosed, ConfigError, CopyFailed, LoadFailed
 from asynccache.memory.cuda.device import ADOPTED_AT_MOST, CudaDevice
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.libcuda import DriverError
-from asynccache.memory.device import CopyDirection, PageCopy
-from asynccache.memory.pools import Mover
+from asynccache.memory.device import CopyDirection
+from asynccache.memory.mover import Mover
+from asynccache.memory.pools import PageCopy
 from asynccache.memory.signals import call_all
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make

@@ -16,7 +16,7 @@ from asynccache.cli.main import main
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths
 from asynccache.memory.cuda.settings import CudaSettings
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, GPU, KERNEL
 from tests.cuda.test_cuda_memory import WAYS, every_byte_arrives

@@ -29,7 +29,8 @@ from asynccache.memory.cuda.libcuda import Spans
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
-from asynccache.memory.pools import BLOCK, Mover
+from asynccache.memory.mover import Mover
+from asynccache.memory.pools import BLOCK
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda

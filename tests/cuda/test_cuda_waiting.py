@@ -23,7 +23,7 @@ from asynccache.memory.cuda.events import CudaContext, CudaEvent
 from asynccache.memory.cuda.libcuda import STICKY, DriverError
 from asynccache.memory.cuda.streams import APART, CAP, CudaEngineStream, CudaStream, QueueFill
 from asynccache.memory.device import CopyDirection, Event
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda

@@ -21,14 +21,16 @@ from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Replica
 from asynccache.config import Component
 from asynccache.core import audit
 from asynccache.core.plan import Status
-from asynccache.memory.device import PageCopy, Stream
+from asynccache.memory.device import Stream
 from asynccache.memory.host_copies import Fates, Faults
+from asynccache.memory.pools import PageCopy
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import Topology
 from asynccache.worker.local import LocalWorker, Storage
 from asynccache.worker.messages import Ended, Message
-from asynccache.worker.rank_server import RankServer, Shard
+from asynccache.worker.rank_server import RankServer
+from asynccache.worker.ranks import Shard
 from asynccache.worker.work import Work
 from tests.group.rank_engine import RankEngine, Task, task_for
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend

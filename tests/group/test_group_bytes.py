@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from asynccache import CacheConfig, Full, Replicated, Sidecar
 from asynccache.worker import Topology
-from asynccache.worker.rank_server import Shard
+from asynccache.worker.ranks import Shard
 from tests.group import group_kit
 from tests.group.group_kit import GroupWorld, play, settings, stage_of, text
 from tests.simulated.loop import SimulatedLoop

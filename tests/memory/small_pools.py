@@ -8,7 +8,7 @@ import torch
 from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind, HitPolicy
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 
 
 def pool(

@@ -22,7 +22,7 @@ from asynccache.errors import CacheClosed, CopyFailed
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from asynccache.memory.signals import WorkThread
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 

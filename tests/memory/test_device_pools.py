@@ -22,9 +22,10 @@ from asynccache.errors import ConfigError
 from asynccache.memory import pools
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
-from asynccache.memory.device import OPTIONS, CopyDirection, DeviceName, PageCopy, parse_device
+from asynccache.memory.device import OPTIONS, CopyDirection, DeviceName, parse_device
 from asynccache.memory.host_copies import Faults, checked, layer_steps
-from asynccache.memory.pools import DevicePool, HostPool, Mover, check_room
+from asynccache.memory.mover import Mover
+from asynccache.memory.pools import DevicePool, HostPool, PageCopy, check_room
 from tests.memory.small_pools import device_page, fill_device, host_page, move
 from tests.memory.small_pools import pool as spec_of
 from tests.simulated.device import SimulatedDevice
@@ -40,14 +41,14 @@ SPEC = spec_of(size=96, layers=3, device_pages=8, host_pages=5)
 
 
 def test_device_layers_are_zeroed_bytes_of_a_page() -> None:
-    p = DevicePool.allocate(SPEC, CpuDevice())
+    p = DevicePool.allocate(SPEC, CpuDevice().device_tensor)
     assert [tuple(p.layer(i).shape) for i in range(3)] == [(8, 32)] * 3
     assert all(p.layer(i).dtype == torch.uint8 and p.layer(i).is_contiguous() for i in range(3))
     assert not any(p.layer(i).any() for i in range(3))
 
 
 def test_stacked_view_and_layers_are_the_same_memory() -> None:
-    p = DevicePool.allocate(SPEC, CpuDevice())
+    p = DevicePool.allocate(SPEC, CpuDevice().device_tensor)
     p.layer(2)[5, 7] = 9
     assert p.stacked is not None
     assert p.stacked[5, 2, 7] == 9
@@ -83,7 +84,7 @@ def test_engine_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor],
 
 @pytest.mark.parametrize(("align", "stride"), [(1, 96), (512, 512), (4096, 4096)])
 def test_host_pages_are_writable_runs(align: int, stride: int) -> None:
-    p = HostPool.allocate(SPEC, CpuDevice(), align=align)
+    p = HostPool.allocate(SPEC, CpuDevice().host_tensor, align=align)
     assert p.stride == stride
     assert len(p.memory) == 5 * stride
     p.page(3)[:] = bytes(range(96))
@@ -94,23 +95,23 @@ def test_host_pages_are_writable_runs(align: int, stride: int) -> None:
 
 
 def test_aligned_host_pages_start_at_block_addresses() -> None:
-    p = HostPool.allocate(SPEC, CpuDevice(), align=pools.BLOCK)
+    p = HostPool.allocate(SPEC, CpuDevice().host_tensor, align=pools.BLOCK)
     assert np.frombuffer(p.page(1), np.uint8).ctypes.data % pools.BLOCK == 0
 
 
 def test_a_logical_pool_has_no_buffer() -> None:
     logical = replace(SPEC, bytes_per_page=0)
-    assert len(HostPool.allocate(logical, CpuDevice()).memory) == 0
+    assert len(HostPool.allocate(logical, CpuDevice().host_tensor).memory) == 0
     with pytest.raises(IndexError):
-        DevicePool.allocate(logical, CpuDevice()).layer(0)
+        DevicePool.allocate(logical, CpuDevice().device_tensor).layer(0)
     with pytest.raises(ConfigError, match="logical"):
-        _ = HostPool.allocate(logical, CpuDevice()).array
+        _ = HostPool.allocate(logical, CpuDevice().host_tensor).array
 
 
 def test_allocation_costs_nothing_until_touched() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
-    p = HostPool.allocate(spec_of(size=1 << 20, layers=1, host_pages=2048), CpuDevice())
+    p = HostPool.allocate(spec_of(size=1 << 20, layers=1, host_pages=2048), CpuDevice().host_tensor)
     assert time.process_time() - started < 0.5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # kilobytes, of 2 GiB
     assert len(p.memory) == 2 << 30
@@ -136,7 +137,7 @@ FULL = Full.attention(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype=torch.f
 
 def pools_of(*components: Full | SlidingWindow | Mamba) -> list[DevicePool]:
     specs = CacheConfig(model="m", components=components, page_size=PAGE).pools()
-    return [DevicePool.allocate(spec, CpuDevice()) for spec in specs]
+    return [DevicePool.allocate(spec, CpuDevice().device_tensor) for spec in specs]
 
 
 def test_keys_and_values_are_the_bytes_of_a_layer() -> None:

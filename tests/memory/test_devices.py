@@ -16,7 +16,7 @@ from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import CopyDirection
 from asynccache.memory.host_copies import Faults
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 from tests.simulated.device import SimulatedDevice
 

@@ -13,7 +13,7 @@ from asynccache.errors import CopyFailed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import CopyDirection, Event
 from asynccache.memory.host_copies import Faults
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from tests.memory.small_pools import move, pool
 
 

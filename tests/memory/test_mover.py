@@ -16,8 +16,9 @@ from asynccache.errors import ConfigError, InvariantViolation
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.libcuda import DriverError
-from asynccache.memory.device import CopyDirection, PageCopy, Stream
-from asynccache.memory.pools import DevicePool, HostPool, Mover
+from asynccache.memory.device import CopyDirection, Stream
+from asynccache.memory.mover import Mover
+from asynccache.memory.pools import DevicePool, HostPool, PageCopy
 from asynccache.memory.signals import HAPPENED
 from asynccache.worker.pool_layout import PoolMap
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -245,15 +246,15 @@ def test_every_cut_copies_every_row_once(src: list[int], dst: list[int], n: int,
 @pytest.mark.parametrize(("src", "dst"), [([0, 8], [0, 1]), ([-1], [0]), ([0], [5]), ([0], [-1]), ([0, 1], [2])])
 def test_ids_outside_a_pool_are_a_bug_of_the_caller(src: list[int], dst: list[int]) -> None:
     spec, device = pool(device_pages=8, host_pages=5), CpuDevice()
-    pair = DevicePool.allocate(spec, device), HostPool.allocate(spec, device)
+    pair = DevicePool.allocate(spec, device.device_tensor), HostPool.allocate(spec, device.host_tensor)
     with pytest.raises(InvariantViolation):
         host_copies.checked([PageCopy(*pair, np.array(src, np.int32), np.array(dst, np.int32))], CopyDirection.OUT)
 
 
 def test_the_halves_of_a_torn_step_are_the_whole() -> None:
     spec, device = pool(size=3, layers=1), CpuDevice()  # an odd size: the halves differ
-    p = DevicePool.allocate(spec, device)
-    host = HostPool.allocate(spec, device)
+    p = DevicePool.allocate(spec, device.device_tensor)
+    host = HostPool.allocate(spec, device.host_tensor)
     p.arrays[0][:] = 5
     ids = (np.array([1], np.int32), np.array([2], np.int32))
     part = host_copies.checked([PageCopy(p, host, *ids)], CopyDirection.OUT)

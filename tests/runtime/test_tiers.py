@@ -16,8 +16,9 @@ from asynccache.config import Component
 from asynccache.core.audit import check
 from asynccache.core.plan import Clone, Copy
 from asynccache.memory.cpu import CpuDevice, CpuEvent
-from asynccache.memory.device import PageCopy, Stream
+from asynccache.memory.device import Stream
 from asynccache.memory.host_copies import Fates, Faults
+from asynccache.memory.pools import PageCopy
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend

@@ -14,7 +14,7 @@ from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.errors import ConfigError
-from asynccache.memory import pools
+from asynccache.memory import mover
 from asynccache.runtime.prefetch import Fetch
 
 pytestmark = pytest.mark.slow(0.6)
@@ -123,12 +123,12 @@ def test_stress_is_clean_with_faults_and_cancellations(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_that_is_not_moved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_component = pools._by_component
+    by_component = mover._by_component
 
     def without(pools: Any) -> Any:
         return {c: [s for s in specs if s.name != "idx"] for c, specs in by_component(pools).items()}
 
-    monkeypatch.setattr(pools, "_by_component", without)
+    monkeypatch.setattr(mover, "_by_component", without)
     report = stress(tmp_path, "--sidecars", "idx:full:8", status=1)
     assert report["verify"]["mismatches"] > 0
 

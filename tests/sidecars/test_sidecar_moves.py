@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Replicated, Sidecar, SlidingWindow
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
-from asynccache.memory import pools as pools_module
+from asynccache.memory import mover as mover_module
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from asynccache.memory.signals import HAPPENED
 from asynccache.runtime.prefetch import Fetch
 from asynccache.storage.checked import pool_digest, store_layout
@@ -555,10 +555,10 @@ def test_sidecars_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_sidecar_that_is_not_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_component = pools_module._by_component
+    by_component = mover_module._by_component
 
     def without(pools: Any) -> Any:
         return {c: [s for s in specs if s.name != "side0"] for c, specs in by_component(pools).items()}
 
-    monkeypatch.setattr(pools_module, "_by_component", without)
+    monkeypatch.setattr(mover_module, "_by_component", without)
     assert notice() is not None

@@ -17,9 +17,9 @@ import torch
 
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory import host_copies as batch
-from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream
+from asynccache.memory.device import CopyDirection, Event, Stream
 from asynccache.memory.host_copies import Fates, Faults
-from asynccache.memory.pools import available_memory, check_room
+from asynccache.memory.pools import PageCopy, available_memory, check_room
 
 
 class SimulatedEvent:

@@ -24,8 +24,8 @@ from asynccache.version import VERSION
 from asynccache.worker.link import Link, _raised
 from asynccache.worker.local import Device, EmbedderParts, Storage
 from asynccache.worker.messages import Hello, encode
-from asynccache.worker.rank_server import RankProcess, RankWorker, Shard
-from asynccache.worker.ranks import Topology, Workers
+from asynccache.worker.rank_server import RankProcess, RankWorker
+from asynccache.worker.ranks import Shard, Topology, Workers
 
 _TIMEOUT = 30.0
 

@@ -83,11 +83,11 @@ TYPES: dict[str, type] = {
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some vLLM."""
-    monkeypatch.setattr(asynccache_vllm, "check_installed", lambda: "0.34.1")
+    monkeypatch.setattr(asynccache_vllm.interface, "version", lambda name: "0.34.1")
 
 
 def test_the_interface_of_the_tested_versions_is_taken() -> None:
-    asynccache_vllm.check_interface(Base, TYPES)
+    asynccache_vllm.interface.check_interface(Base, TYPES)
 
 
 def test_more_with_a_default_is_taken() -> None:
@@ -95,7 +95,7 @@ def test_more_with_a_default_is_taken() -> None:
         @abstractmethod
         def submit_load(self, job_metadata: Any, expedited: bool = False) -> None: ...
 
-    asynccache_vllm.check_interface(More, TYPES)
+    asynccache_vllm.interface.check_interface(More, TYPES)
 
 
 def another_method() -> type:
@@ -141,7 +141,7 @@ def one_less() -> type:
 )
 def test_another_interface_is_refused_in_a_sentence(base: Callable[[], type], said: str) -> None:
     with pytest.raises(ImportError) as refused:
-        asynccache_vllm.check_interface(base(), TYPES)
+        asynccache_vllm.interface.check_interface(base(), TYPES)
     assert str(refused.value) == (
         f"asynccache_vllm does not work with vLLM 0.34.1: {said}. It was tested with 0.32.0, and without an engine "
         f"with 0.33.0"
@@ -155,14 +155,14 @@ def test_another_result_is_refused() -> None:
         success: bool
 
     with pytest.raises(ImportError, match="its JobResult has no successful_keys"):
-        asynccache_vllm.check_interface(Base, {**TYPES, "JobResult": Other})
+        asynccache_vllm.interface.check_interface(Base, {**TYPES, "JobResult": Other})
 
 
 def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(asynccache_vllm, "version", nothing)
+    monkeypatch.setattr(asynccache_vllm.interface, "version", nothing)
     with pytest.raises(ImportError, match=r"needs vLLM, which is not installed here: pip install vllm==0\.32\.0"):
         asynccache_vllm.register()
 
@@ -193,7 +193,7 @@ def test_a_vllm_without_tiers_is_told_and_left_alone(
     def no_module(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(asynccache_vllm, "check_installed", lambda: "0.20.0")
+    monkeypatch.setattr(asynccache_vllm.interface, "version", lambda name: "0.20.0")
     monkeypatch.setattr(asynccache_vllm, "import_module", no_module)
     asynccache_vllm.register()
     assert "the tier type 'asynccache' was not registered: asynccache_vllm does not work with vLLM 0.20.0" in told.text

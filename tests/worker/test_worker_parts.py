@@ -14,7 +14,7 @@ from asynccache import CacheConfig, ConfigError, Full, Replicated, Sidecar
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import StoredPages
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.pools import Mover
+from asynccache.memory.mover import Mover
 from asynccache.storage import PageKey, Result
 from asynccache.storage.contract import StoreLayout
 from asynccache.worker import Topology

@@ -27,9 +27,9 @@ from asynccache.memory.cuda.libcuda import CAPTURED, DriverError
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.cuda.streams import CudaEngineStream, CudaStream, event_pointer, stream_pointer
-from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream, parse_device
+from asynccache.memory.device import CopyDirection, Event, Stream, parse_device
 from asynccache.memory.host_copies import Fates, Faults
-from asynccache.memory.pools import available_memory, check_room
+from asynccache.memory.pools import PageCopy, available_memory, check_room
 from asynccache.memory.signals import HAPPENED, Happened, HostGate
 
 ADOPTED_AT_MOST = 128
