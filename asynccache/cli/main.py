@@ -132,7 +132,8 @@ def _own_json(arguments: list[str]) -> list[str]:
 def _parser(*, whole: bool = False) -> argparse.ArgumentParser:
     """The command's own parser. ``whole``: with the arguments of all commands, which completion needs."""
     parser = Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error (or ASYNCCACHE_DEBUG=1)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error, and have the run's cache "
+                        "look for wrong pages; the same as ASYNCCACHE_DEBUG=1")
     parser.add_argument("--version", action="version", version=f"asynccache {__version__}, {compiled.CORE} core")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (module, text) in COMMANDS.items():

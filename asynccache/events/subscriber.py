@@ -96,9 +96,9 @@ class BatchOrder:
 class Subscriber:
     """Reads the batches of one publisher. Not thread-safe.
 
-    A publisher that was started again begins at number 0, and is noticed by a number that was received before. If the
-    new publisher has sent more batches than its predecessor before the subscriber receives one, the restart cannot be
-    noticed.
+    A publisher that was started again begins at number 0, and is noticed by a number that was received before. What is
+    read from it then begins with AllBlocksCleared. If the new publisher has sent more batches than its predecessor
+    before the subscriber receives one, the restart cannot be noticed.
 
     Args:
         endpoint: the address of the publisher's PUB socket.
@@ -161,7 +161,16 @@ class Subscriber:
                 yield from self._in_order(message[1], message[2])
 
     def _in_order(self, number: int, payload: bytes) -> Iterator[Received]:
-        if self._order.missing(number, payload) > 0:
+        expected, missing = self._order.next, self._order.missing(number, payload)
+        again = self._order.next < expected  # the publisher was started again: what it announced before is gone
+        for received in self._up_to(number, payload, missing):
+            if again and not isinstance(next(iter(received.batch.events), None), AllBlocksCleared):
+                yield Received(expected - 1, EventBatch(time.time(), [AllBlocksCleared()]))
+            again = False
+            yield received
+
+    def _up_to(self, number: int, payload: bytes, missing: int) -> Iterator[Received]:
+        if missing > 0:
             yield from self._replayed(number)
             yield from self._order.give_up(number)
         if number == self._order.next:

@@ -19,6 +19,7 @@ from asynccache.core.plan import Medium, Publish
 from asynccache.events import (
     AllBlocksCleared,
     BlockStored,
+    EventBatch,
     EventLayout,
     Mirror,
     Opened,
@@ -27,6 +28,7 @@ from asynccache.events import (
     ZmqPublisher,
 )
 from asynccache.events.publisher import END, History
+from asynccache.events.wire import Encoder
 from asynccache.memory.cpu import CpuDevice
 from tests.runtime.runtime_kit import compute, settings, settled, text
 
@@ -116,6 +118,24 @@ def test_a_publisher_that_began_anew_is_read_from_its_beginning() -> None:
             batches += subscriber.receive(0.02)
     assert batches[0].batch.events[0] == AllBlocksCleared()
     assert [batch.number for batch in batches] == list(range(len(batches)))
+
+
+def test_what_a_dead_publisher_announced_is_cleared_though_its_successor_does_not_say_so() -> None:
+    def batch(block: int, at: float) -> bytes:
+        return Encoder().encode(EventBatch(at, [BlockStored([block], None, [], 16, None, "GPU", None)]))
+
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine:  # as vLLM's, which begins with what it stores
+        with Subscriber(f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}") as subscriber:
+            mirror, received = Mirror(), list[Received]()
+            while not received:
+                engine.send_multipart((b"", bytes(8), batch(1, 1.0)))
+                received += subscriber.receive(0.02)
+            received += subscriber.receive(0.1)
+            engine.send_multipart((b"", bytes(8), batch(2, 2.0)))
+            received += subscriber.receive(0.2)
+        for one in received:
+            mirror.apply(one.batch)
+    assert set(mirror.blocks["GPU"]) == {2}
 
 
 def test_without_replay_a_gap_is_told(publisher: ZmqPublisher) -> None:
