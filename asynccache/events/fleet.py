@@ -3,7 +3,7 @@
 A server has several streams: its engine's, and that of the host process on its machine, which other servers there have
 as well. Each is followed once.
 
-Laws:
+What always holds:
 * A stream that was connected anew is asked for all that is there before what it sends is believed.
 * One that has ended holds nothing: its connection broke, or it gave no sign of life for ``silence`` seconds.
 * A batch that got lost is asked for when the next one comes, and at the latest ``check`` seconds later.

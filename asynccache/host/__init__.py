@@ -4,7 +4,7 @@ Engines reach it by a backend like any other (``host:/run/asynccache.sock``). Me
 not: they lie in shared memory, and clients copy them there and back themselves. So the server never touches a payload,
 and has no checksum to compute: the client's ``CheckedStore`` seals a page and verifies it, end to end.
 
-Laws:
+What always holds:
 * A page is visible whole or not at all, and whoever reads it verifies it.
 * Reads hold nothing. A client copies a page, and then compares the slot's generation: if that has changed, the page was
   evicted meanwhile, and it is a miss.

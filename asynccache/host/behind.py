@@ -4,7 +4,7 @@ memory has lost them. The stores' buffers are the shared memory itself, so nothi
 Records pass through as clients have sealed them, headers and all: the stores are used raw, each behind its own
 ``CallGuard``, without a ``CheckedStore``.
 
-Laws:
+What always holds:
 * A store that hangs harms nobody. No answer waits for it longer than ``LATE`` seconds, and while one of its calls is
   that late it is not asked: its pages count as FAILED. What it holds pinned is bounded (``WRITERS`` batches, and its
   reads).

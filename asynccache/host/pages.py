@@ -1,6 +1,6 @@
 """The books of a memory: which page lies where, which one goes next, and who writes where. No I/O, no clock.
 
-Laws:
+What always holds:
 * Every slot and every unit is free, or a page's, or reserved by a process, or both of the latter: never of two pages.
 * A slot's generation grows when its page has gone, before anybody else can get the slot.
 * A page that is *pinned* (a store is being written from it) keeps its place until it is unpinned, also if it was

@@ -1,6 +1,6 @@
 """Moves one batch of pages of one or several pools to the stores or back, with a deadline.
 
-Laws:
+What always holds:
 * The calls of all pools are begun before any of them is waited for.
 * A batch ends ``GRACE`` seconds after its deadline at the latest, with one exception: a store that uses the memory of
   SGLang's pool (``DirectPages``) is waited for, because it may still be writing to that memory. Pages that are copied

@@ -4,7 +4,7 @@ Nothing here reads a clock: the caller passes the time.
 In every step of its scheduler, vLLM asks for each key of a request by itself, until none of the answers is "later".
 The keys are collected until the step ends; then the stores are asked for all of them in one call, a ``ChunkQuestion``.
 
-Laws:
+What always holds:
 * A request waits at most ``timeout`` seconds in all for the stores' answers. The time counts from the end of the step
   in which the request asked until the stores answered, however long the engine's next step takes. Keys that are unknown
   after that are misses for this request, also in later steps, until it is preempted.

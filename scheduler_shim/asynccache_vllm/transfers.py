@@ -5,7 +5,7 @@ in the order in which they came. Each part has its own deadline. So a long load 
 time, and a load from stores that do not deliver ends soon, with the chunks that have arrived. A transfer that stores is
 one call.
 
-Laws:
+What always holds:
 * When a part of a load is late, the stores are not expected to deliver anything soon. So all parts that wait behind it
   end as well, as FAILED.
 * A transfer ends when every part that began has ended. From then on no store uses any of its memory.

@@ -1,6 +1,6 @@
 """The backend of a host process. The server says where a page lies; this process copies it, in threads.
 
-Laws:
+What always holds:
 * A read holds nothing in the server. After the copy the slot's generation is compared with the one that the server had
   named; if it has changed, the page was evicted meanwhile, and it is a MISS. (Only then the checksum is looked at, so
   such a page is never taken for a corrupt one.)

@@ -1,6 +1,6 @@
 """The connection to a host process. It is made when a call needs it, and made again once it is lost.
 
-Laws:
+What always holds:
 * Without a server a call fails at once. At most one attempt is made in ``AGAIN`` seconds, and all calls share it.
 * A call that was cancelled is answered all the same; slots that such an answer grants are given back.
 * Only a server of this user, of root, or of the user that the URL names is spoken to: checksums are not keyed, so a
