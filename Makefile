@@ -118,7 +118,7 @@ test-bare: $(VENV)/.installed-dev
 # The tests of the modules that are compiled: the core, and those in `asynccache.compiled.ALSO`. The tests of a slow store
 # measure waiting, not these modules. One quarter of the worlds of groups is enough: it has every kind of world.
 COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py \
-    tests/worker/test_wire.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
+    tests/worker/test_wire.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
     tests/packaging/test_which_core.py
 
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.

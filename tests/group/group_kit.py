@@ -10,10 +10,12 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from functools import partial
+from inspect import signature
 from itertools import chain
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -40,6 +42,7 @@ from tests.simulated.loop import Order, SimulatedLoop, simulate
 from tests.simulated.world import WrongBytes
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PAGE = 4
 LAYERS = 2
@@ -168,6 +171,7 @@ class GroupWorld:
         delays: Mapping[int, float] | None = None,
         delay: float = 0.001, timeout: float = 30.0, arrival: float = 300.0, lag: float = 0.01,
     ) -> None:  # fmt: skip
+        _MADE.get([]).append(self)
         self.loop = loop
         self.topology = topology
         self.config = config
@@ -213,6 +217,14 @@ class GroupWorld:
             self.run()
             yield cache
         await self.ended()
+
+    @asynccontextmanager
+    async def bare(self) -> AsyncIterator[AsyncCache]:
+        """A cache with its workers, whose engines are the test's."""
+        self.begin()
+        async with self.cache as cache:
+            yield cache
+        await self.group.ended()
 
     def begin(self, *, absent: frozenset[int] = frozenset(), **more: Any) -> None:
         """Make the processes of a new group, and the head's cache, which is not open yet."""
@@ -374,6 +386,28 @@ def servers(world: GroupWorld) -> list[Any]:
 def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
     """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
     return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
+
+
+_MADE: ContextVar[list[GroupWorld]] = ContextVar("_MADE")
+
+
+def simulated(test: Callable[Concatenate[SimulatedLoop, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Make ``test`` a test that runs in a world of its own, of the seed in its argument ``seed`` if it has one. At the
+    end all worlds that it has made are closed: nobody holds anything."""
+
+    def run(*given: P.args, **named: P.kwargs) -> None:
+        async def main(loop: SimulatedLoop) -> None:
+            _MADE.set([])
+            await test(loop, *given, **named)
+            for world in _MADE.get():
+                await world.aclose()
+
+        play(main, named.get("seed", 0))  # type: ignore[arg-type]
+
+    parameters = list(signature(test).parameters.values())[1:]
+    run.__signature__ = signature(test).replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
 
 
 def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0, order: Order = Order.SHUFFLED) -> T:

@@ -23,7 +23,7 @@ from asynccache.worker.local import LATE
 from asynccache.worker.messages import StoreCounters, StoreHealth
 from asynccache.worker.rank_server import ORDERS
 from asynccache.worker.work import StoredBatch, WriteOrder
-from tests.group.group_kit import GUEST, PAGE, GroupWorld, RankDevice, play, servers, settings, text
+from tests.group.group_kit import GUEST, PAGE, GroupWorld, RankDevice, play, servers, settings, simulated, text
 from tests.group.random_worlds import EFFECTS, FATES, Fate
 from tests.runtime import runtime_kit
 from tests.simulated.device import SimulatedDevice, SimulatedStream
@@ -48,40 +48,36 @@ def chosen() -> list[object]:
 
 @pytest.mark.parametrize(("fate", "seed"), chosen())
 @pytest.mark.parametrize("own", [0, None])
-def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_stores_warm(
-    fate: str, own: int | None, seed: int
+@simulated
+async def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_stores_warm(
+    loop: SimulatedLoop, fate: str, own: int | None, seed: int
 ) -> None:
     accident = ACCIDENTS[fate]
-
-    async def main(loop: SimulatedLoop) -> None:
-        shape = Topology(tp=2) if own == 0 else Topology(tp=3)
-        world = GroupWorld(loop, shape, settings(16, 40, mamba=6, stored=True), own=own, timeout=TIMEOUT)
-        async with world.opened() as cache:
-            await world.serve(text(6))
-            await cache.flush()
-        world.begin()
-        before = asyncio.all_tasks()
-        told, struck = await struck_in_use(world, accident, 0.0002 * seed)
-        assert len(told) >= 2
-        assert all(error.rank == VICTIM and accident.reason in error.reason for error in told), told
-        assert str(told[-1]).startswith(f"rank {VICTIM}: ")
-        assert loop.time() - struck <= 2 * TIMEOUT + 3.0, "the head closes in its time"
-        if accident.silences:
-            world.process(VICTIM).task.cancel()
-        for rank, process in world.group.processes.items():
-            if rank != VICTIM:
-                await process.ended()
-                assert isinstance(process.failure, RankFailure), "the others hear of it"
-                assert process.failure.rank == VICTIM
-        await asyncio.wait([world.process(VICTIM).task])
-        await asyncio.wait(world.running.values())
-        assert asyncio.all_tasks() <= before, "a task outlives the group"
-        async with world.opened() as cache:
-            assert await world.serve(text(6, extra=1), prefetch=cache.prefetch(text(6, extra=1))) == 24
-            world.idle()
-        await world.aclose()
-
-    play(main, seed)
+    shape = Topology(tp=2) if own == 0 else Topology(tp=3)
+    world = GroupWorld(loop, shape, settings(16, 40, mamba=6, stored=True), own=own, timeout=TIMEOUT)
+    async with world.opened() as cache:
+        await world.serve(text(6))
+        await cache.flush()
+    world.begin()
+    before = asyncio.all_tasks()
+    told, struck = await struck_in_use(world, accident, 0.0002 * seed)
+    assert len(told) >= 2
+    assert all(error.rank == VICTIM and accident.reason in error.reason for error in told), told
+    assert str(told[-1]).startswith(f"rank {VICTIM}: ")
+    assert loop.time() - struck <= 2 * TIMEOUT + 3.0, "the head closes in its time"
+    if accident.silences:
+        world.process(VICTIM).task.cancel()
+    for rank, process in world.group.processes.items():
+        if rank != VICTIM:
+            await process.ended()
+            assert isinstance(process.failure, RankFailure), "the others hear of it"
+            assert process.failure.rank == VICTIM
+    await asyncio.wait([world.process(VICTIM).task])
+    await asyncio.wait(world.running.values())
+    assert asyncio.all_tasks() <= before, "a task outlives the group"
+    async with world.opened() as cache:
+        assert await world.serve(text(6, extra=1), prefetch=cache.prefetch(text(6, extra=1))) == 24
+        world.idle()
 
 
 async def struck_in_use(
@@ -125,40 +121,34 @@ async def until_closed(world: GroupWorld) -> None:
 
 
 @pytest.mark.parametrize("own", [0, None])
-def test_a_worker_that_does_not_come_is_named_and_nothing_is_open(own: int | None) -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=3), settings(16, 40), own=own, arrival=7.0)
-        world.begin(absent=frozenset({2}))
-        with pytest.raises(RankFailure, match=r"rank 2: did not come within 7 s"):
-            async with world.cache:
-                pass
-        world.group.workers.close()
-        await world.group.ended()
-        await world.aclose()
-
-    play(main)
+@simulated
+async def test_a_worker_that_does_not_come_is_named_and_nothing_is_open(loop: SimulatedLoop, own: int | None) -> None:
+    world = GroupWorld(loop, Topology(tp=3), settings(16, 40), own=own, arrival=7.0)
+    world.begin(absent=frozenset({2}))
+    with pytest.raises(RankFailure, match=r"rank 2: did not come within 7 s"):
+        async with world.cache:
+            pass
+    world.group.workers.close()
+    await world.group.ended()
 
 
-def test_what_cannot_be_opened_on_one_worker_is_told_by_rank_and_open_nowhere() -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
-        world.begin()
-        async def locked(*_: object, **__: object) -> None:
-            raise Unavailable("the folder is locked")
+@simulated
+async def test_what_cannot_be_opened_on_one_worker_is_told_by_rank_and_open_nowhere(loop: SimulatedLoop) -> None:
+    world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
+    world.begin()
+    async def locked(*_: object, **__: object) -> None:
+        raise Unavailable("the folder is locked")
 
-        world.process(2).server.open = locked  # type: ignore[method-assign, assignment]
-        with pytest.raises(Unavailable, match="rank 2: the folder is locked"):
-            async with world.cache:
-                pass
-        await world.group.ended()
-        assert isinstance(world.process(1).failure, RankFailure)
-        assert "rank 2: the folder is locked" in str(world.process(1).failure)
-        for rank in (0, 1):
-            assert world.devices[rank]._streams, "it had been opened"
-            assert world.backends[rank].holding == 0
-        await world.aclose()
-
-    play(main)
+    world.process(2).server.open = locked  # type: ignore[method-assign, assignment]
+    with pytest.raises(Unavailable, match="rank 2: the folder is locked"):
+        async with world.cache:
+            pass
+    await world.group.ended()
+    assert isinstance(world.process(1).failure, RankFailure)
+    assert "rank 2: the folder is locked" in str(world.process(1).failure)
+    for rank in (0, 1):
+        assert world.devices[rank]._streams, "it had been opened"
+        assert world.backends[rank].holding == 0
 
 
 def no_room(world: GroupWorld, rank: int, patch: pytest.MonkeyPatch) -> str:
@@ -185,33 +175,30 @@ def no_pinning(world: GroupWorld, rank: int, patch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("fate", [no_room, no_pinning])
 @pytest.mark.parametrize("own", [0, None])
-def test_pools_that_one_worker_has_no_memory_for_are_told_by_rank_and_a_new_group_can_be_opened(
-    own: int | None, fate: Callable[[GroupWorld, int, pytest.MonkeyPatch], str]
+@simulated
+async def test_pools_that_one_worker_has_no_memory_for_are_told_by_rank_and_a_new_group_can_be_opened(
+    loop: SimulatedLoop, own: int | None, fate: Callable[[GroupWorld, int, pytest.MonkeyPatch], str]
 ) -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, swa=8, stored=True), own=own)
-        made, released = streams_of(world)
-        world.begin()
-        before = asyncio.all_tasks() - {process.task for process in world.group.processes.values()}
-        with pytest.MonkeyPatch.context() as patch:
-            reason = fate(world, 2, patch)
-            with pytest.raises(ConfigError, match=reason):
-                async with world.cache:
-                    pass
-            await world.group.ended()
-        for process in world.group.processes.values():
-            assert isinstance(process.failure, RankFailure)
-            assert re.search(reason, str(process.failure))
-        assert made == released != Counter()
-        assert asyncio.all_tasks() <= before
-        async with world.opened():
-            await world.serve(text(6))
-            await world.serve(text(6))
-            world.idle()
-        assert made == released
-        await world.aclose()
-
-    play(main)
+    world = GroupWorld(loop, Topology(tp=3), settings(16, 40, swa=8, stored=True), own=own)
+    made, released = streams_of(world)
+    world.begin()
+    before = asyncio.all_tasks() - {process.task for process in world.group.processes.values()}
+    with pytest.MonkeyPatch.context() as patch:
+        reason = fate(world, 2, patch)
+        with pytest.raises(ConfigError, match=reason):
+            async with world.cache:
+                pass
+        await world.group.ended()
+    for process in world.group.processes.values():
+        assert isinstance(process.failure, RankFailure)
+        assert re.search(reason, str(process.failure))
+    assert made == released != Counter()
+    assert asyncio.all_tasks() <= before
+    async with world.opened():
+        await world.serve(text(6))
+        await world.serve(text(6))
+        world.idle()
+    assert made == released
 
 
 def streams_of(world: GroupWorld) -> tuple[Counter[str], Counter[str]]:
@@ -237,99 +224,90 @@ def streams_of(world: GroupWorld) -> tuple[Counter[str], Counter[str]]:
 
 @pytest.mark.parametrize("own", [0, None])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_store_that_is_full_on_one_worker_fails_what_is_written_and_no_request(own: int | None, victim: int) -> None:
+@simulated
+async def test_a_store_that_is_full_on_one_worker_fails_what_is_written_and_no_request(
+    loop: SimulatedLoop, own: int | None, victim: int
+) -> None:
     """When there is room again, what comes then is stored on all workers, and found by the next group."""
+    config = settings(16, 16, stored=True, backup_quota=1.0)
+    world = GroupWorld(loop, Topology(tp=2), config, own=own, timeout=TIMEOUT)
 
-    async def main(loop: SimulatedLoop) -> None:
-        config = settings(16, 16, stored=True, backup_quota=1.0)
-        world = GroupWorld(loop, Topology(tp=2), config, own=own, timeout=TIMEOUT)
+    async def put(*_: object) -> list[Result]:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        async def put(*_: object) -> list[Result]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        async with world.opened() as cache:
-            backend = world.backends[victim]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(backend, "put", put)
-                for seed in range(8):
-                    await world.serve(text(6, seed=seed))
-                await cache.flush()
-                stage = cache.statistics().stages["backup_storage"]
-                assert stage.errors >= 8
-                assert stage.ops == 0
-                assert not backend.pages
-                handle = cache.prefetch(text(6, extra=1))
-                assert await world.serve(text(6, extra=1), prefetch=handle) == 0, "the other worker's pages are no hit"
-            await asyncio.sleep(120.0)  # for as long as the breaker of a store keeps calls away at most
-            for _ in range(2):
-                await world.serve(text(6, seed=20))
-                await cache.flush()
-            world.idle()
-        async with world.opened() as cache:
-            handle = cache.prefetch(text(6, seed=20, extra=1))
-            assert await world.serve(text(6, seed=20, extra=1), prefetch=handle) == 24
-        await world.aclose()
-
-    play(main)
+    async with world.opened() as cache:
+        backend = world.backends[victim]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "put", put)
+            for seed in range(8):
+                await world.serve(text(6, seed=seed))
+            await cache.flush()
+            stage = cache.statistics().stages["backup_storage"]
+            assert stage.errors >= 8
+            assert stage.ops == 0
+            assert not backend.pages
+            handle = cache.prefetch(text(6, extra=1))
+            assert await world.serve(text(6, extra=1), prefetch=handle) == 0, "the other worker's pages are no hit"
+        await asyncio.sleep(120.0)  # for as long as the breaker of a store keeps calls away at most
+        for _ in range(2):
+            await world.serve(text(6, seed=20))
+            await cache.flush()
+        world.idle()
+    async with world.opened() as cache:
+        handle = cache.prefetch(text(6, seed=20, extra=1))
+        assert await world.serve(text(6, seed=20, extra=1), prefetch=handle) == 24
 
 
-def test_a_configuration_with_other_slots_is_refused_by_name() -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+@simulated
+async def test_a_configuration_with_other_slots_is_refused_by_name(loop: SimulatedLoop) -> None:
+    world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+    world.begin()
+    world.process(1).server._shard = lambda _: settings(8, 40)
+    with pytest.raises(ConfigError, match="rank 1: shard: pool 'full': device_pages is 8 here and 16 at the head"):
+        async with world.cache:
+            pass
+    await world.group.ended()
+
+
+@simulated
+async def test_an_opening_that_is_cancelled_leaves_nothing_anywhere(loop: SimulatedLoop) -> None:
+    for turns in range(0, 40, 3):
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
         world.begin()
-        world.process(1).server._shard = lambda _: settings(8, 40)
-        with pytest.raises(ConfigError, match="rank 1: shard: pool 'full': device_pages is 8 here and 16 at the head"):
-            async with world.cache:
-                pass
+        opening = loop.create_task(world.cache.__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            await world.cache.aclose()
+        world.group.workers.close()
         await world.group.ended()
         await world.aclose()
 
-    play(main)
-
-
-def test_an_opening_that_is_cancelled_leaves_nothing_anywhere() -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        for turns in range(0, 40, 3):
-            world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
-            world.begin()
-            opening = loop.create_task(world.cache.__aenter__())
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            opening.cancel()
-            await asyncio.wait([opening])
-            if not opening.cancelled():
-                await world.cache.aclose()
-            world.group.workers.close()
-            await world.group.ended()
-            await world.aclose()
-
-    play(main)
-
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_longer_than_its_deadline(stored: bool) -> None:
+@simulated
+async def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_longer_than_its_deadline(
+    loop: SimulatedLoop, stored: bool
+) -> None:
     """Its link would not notice before the time-out, which may be much longer."""
-
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=stored), timeout=300.0)
-        world.begin()
-        cache = await world.cache.__aenter__()
-        world.run()
-        await world.serve(text(6))
-        world.process(VICTIM).link.fall_silent()
-        begun = loop.time()
-        try:
-            said = str((await cache.aclose(timeout=5.0)).error)
-        except BackendError as error:  # all was saved by then
-            said = str(error)
-        assert "rank 1: had not answered when the cache was to be closed" in said
-        assert loop.time() - begun <= 5.0 + 2 * LATE + 1.0
-        world.process(VICTIM).task.cancel()
-        await asyncio.wait([process.task for process in world.group.processes.values()])
-        await asyncio.wait(world.running.values())
-        await world.aclose()
-
-    play(main)
+    world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=stored), timeout=300.0)
+    world.begin()
+    cache = await world.cache.__aenter__()
+    world.run()
+    await world.serve(text(6))
+    world.process(VICTIM).link.fall_silent()
+    begun = loop.time()
+    try:
+        said = str((await cache.aclose(timeout=5.0)).error)
+    except BackendError as error:  # all was saved by then
+        said = str(error)
+    assert "rank 1: had not answered when the cache was to be closed" in said
+    assert loop.time() - begun <= 5.0 + 2 * LATE + 1.0
+    world.process(VICTIM).task.cancel()
+    await asyncio.wait([process.task for process in world.group.processes.values()])
+    await asyncio.wait(world.running.values())
 
 
 # A worker that reports something impossible ends the group as soon as it reports it, and not only when the report is
@@ -441,17 +419,15 @@ async def told_nothing(world: GroupWorld) -> None:
     ("work", "reason"), [(said_nothing, "sent what raised AttributeError here: 'NoneType'"),
                          (told_nothing, "ValueError: no such thing")],
 )  # fmt: skip
-def test_an_error_while_a_message_is_taken_ends_the_group_by_the_rank_that_it_came_from_or_went_to(
-    work: Callable[[GroupWorld], Coroutine[Any, Any, None]], reason: str, own: int | None
+@simulated
+async def test_an_error_while_a_message_is_taken_ends_the_group_by_the_rank_that_it_came_from_or_went_to(
+    loop: SimulatedLoop, work: Callable[[GroupWorld], Coroutine[Any, Any, None]], reason: str, own: int | None
 ) -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(8, 16), own=own)
-        world.begin()
-        with pytest.raises(RankFailure, match=f"rank 1: {reason}"):
-            await work(world)
-        await ended(world)
-
-    play(main)
+    world = GroupWorld(loop, Topology(tp=2), settings(8, 16), own=own)
+    world.begin()
+    with pytest.raises(RankFailure, match=f"rank 1: {reason}"):
+        await work(world)
+    await ended(world)
 
 
 async def ended(world: GroupWorld) -> None:
@@ -513,73 +489,63 @@ def faces(world: GroupWorld) -> list[RankWorker]:
 
 @pytest.mark.parametrize("own", [0, None])
 @pytest.mark.parametrize("end", [by_word, by_event, by_an_event_that_has_fired])
-def test_a_batch_that_fails_on_one_rank_leaves_at_once_and_its_pages_when_all_have_let_go(
-    end: End, own: int | None
+@simulated
+async def test_a_batch_that_fails_on_one_rank_leaves_at_once_and_its_pages_when_all_have_let_go(
+    loop: SimulatedLoop, end: End, own: int | None
 ) -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(4, 24, stored=True), own=own)
-        world.begin()
-        async with world.cache as cache:
-            lagging, failing = faces(world)
-            tokens = text(4)
-            async with cache.lease(tokens) as lease:
-                number = cache.send_batch(b"", [lease])
-                await lease.commit(tokens, after=number)
-                lease.release(after=number)
-            batch = await failing.heard(number)
-            assert batch is not None
-            assert (await cache.match([*tokens, 7])).device == 4 * PAGE
-            end(batch, world.devices[failing.rank])
-            await asyncio.sleep(0.5)
-            assert (await cache.match([*tokens, 7])).host == 0
-            with pytest.raises(TimeoutError):
-                async with cache.lease(text(4, seed=2), timeout=1.0):
-                    pass
-            await lagging.heard(number)
-            lagging.end_batch(number)
-            with pytest.raises(BatchFailed, match=f"rank {failing.rank}.*out of memory"):
+    world = GroupWorld(loop, Topology(tp=2), settings(4, 24, stored=True), own=own)
+    async with world.bare() as cache:
+        lagging, failing = faces(world)
+        tokens = text(4)
+        async with cache.lease(tokens) as lease:
+            number = cache.send_batch(b"", [lease])
+            await lease.commit(tokens, after=number)
+            lease.release(after=number)
+        batch = await failing.heard(number)
+        assert batch is not None
+        assert (await cache.match([*tokens, 7])).device == 4 * PAGE
+        end(batch, world.devices[failing.rank])
+        await asyncio.sleep(0.5)
+        assert (await cache.match([*tokens, 7])).host == 0
+        with pytest.raises(TimeoutError):
+            async with cache.lease(text(4, seed=2), timeout=1.0):
+                pass
+        await lagging.heard(number)
+        lagging.end_batch(number)
+        with pytest.raises(BatchFailed, match=f"rank {failing.rank}.*out of memory"):
+            await cache.batch_ended(number)
+        async with cache.lease(text(4, seed=2), timeout=5.0) as other:
+            assert other.pages.size == 4
+        await cache.flush()
+        assert all(not backend.pages for backend in world.backends.values())
+        world.idle()
+
+
+@simulated
+async def test_whoever_has_heard_of_the_failure_finds_nothing_and_holders_learn_of_it(loop: SimulatedLoop) -> None:
+    world = GroupWorld(loop, Topology(tp=2), settings(16, 24, stored=True))
+    async with world.bare() as cache:
+        tokens = text(2)
+        async with cache.lease(tokens) as lease:
+            number = cache.send_batch(b"", [lease])
+            await lease.commit(tokens, after=number)
+            lease.release(after=number)
+        async with cache.lease(text(2, extra=1)) as holder:
+            assert holder.cached == 2 * PAGE
+            for server in servers(world):
+                batch = await faces(world)[server.rank].heard(number)
+                assert batch is not None
+                batch.fail("no") if server.rank else batch.end()
+            with pytest.raises(BatchFailed):
                 await cache.batch_ended(number)
-            async with cache.lease(text(4, seed=2), timeout=5.0) as other:
-                assert other.pages.size == 4
-            await cache.flush()
-            assert all(not backend.pages for backend in world.backends.values())
-            world.idle()
-        await world.group.ended()
-        await world.aclose()
-
-    play(main)
-
-
-def test_whoever_has_heard_of_the_failure_finds_nothing_and_holders_learn_of_it() -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(16, 24, stored=True))
-        world.begin()
-        async with world.cache as cache:
-            tokens = text(2)
-            async with cache.lease(tokens) as lease:
-                number = cache.send_batch(b"", [lease])
-                await lease.commit(tokens, after=number)
-                lease.release(after=number)
-            async with cache.lease(text(2, extra=1)) as holder:
-                assert holder.cached == 2 * PAGE
-                for server in servers(world):
-                    batch = await faces(world)[server.rank].heard(number)
-                    assert batch is not None
-                    batch.fail("no") if server.rank else batch.end()
-                with pytest.raises(BatchFailed):
-                    await cache.batch_ended(number)
-                async with cache.lease(text(2, extra=1)) as other:
-                    assert other.cached == 0
-                with pytest.raises(LoadFailed):
-                    await holder.loaded()
-                with pytest.raises(LoadFailed):
-                    await lease_again(world, number)
-            await cache.flush()
-            world.idle()
-        await world.group.ended()
-        await world.aclose()
-
-    play(main)
+            async with cache.lease(text(2, extra=1)) as other:
+                assert other.cached == 0
+            with pytest.raises(LoadFailed):
+                await holder.loaded()
+            with pytest.raises(LoadFailed):
+                await lease_again(world, number)
+        await cache.flush()
+        world.idle()
 
 
 async def lease_again(world: GroupWorld, number: int) -> None:

@@ -28,7 +28,7 @@ from asynccache.worker.local import BatchWrite, LocalWorker
 from asynccache.worker.messages import BatchOver, Ended, Message
 from asynccache.worker.rank_server import ORDERS, EngineBatch, RankProcess, RankServer, SentBatches
 from asynccache.worker.work import StoredBatch, Work
-from tests.group import test_group_bytes, test_group_calls
+from tests.group import test_group_calls
 from tests.group.random_worlds import Climate, draw, play
 from tests.simulated.links import SimulatedLink
 
@@ -501,7 +501,7 @@ def test_a_page_that_is_gone_when_all_writers_have_lost_it_is_noticed(monkeypatc
 def test_a_worker_without_bytes_that_lacks_all_pages_is_noticed(monkeypatch: Patch) -> None:
     who_has_no_bytes_has_no_page(monkeypatch)
     with pytest.raises(AssertionError, match="found"):
-        test_group_bytes.test_a_page_that_has_no_bytes_on_one_worker_is_found_where_the_others_have_it(
+        test_group_calls.test_a_page_that_has_no_bytes_on_one_worker_is_found_where_the_others_have_it(
             False, monkeypatch
         )
     gc.collect()
