@@ -1,7 +1,7 @@
 """A process that fills a file store until it is killed, and says on its output what it has done. Run by tests.
 
-Arguments: URL, number of the round, what to do: ``fill`` (put, flush, delete, for ever), ``hold`` (open, say so, wait
-for the end of its input), ``limited`` (fill under RLIMIT_FSIZE and report).
+Arguments: URL, number of the round, what to do: ``fill`` (put, flush, delete, for ever), ``limited`` (fill
+under RLIMIT_FSIZE and report).
 """
 
 from __future__ import annotations
@@ -71,11 +71,8 @@ async def main() -> None:
     say("open")
     if what == "fill":
         await fill(store, round_)
-    elif what == "limited":
-        await limited(store)
     else:
-        await asyncio.to_thread(sys.stdin.read)
-        await store.aclose()
+        await limited(store)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from asynccache_backends.file import FileBackend
+from asynccache_backends.file.segments import segment_name
 
-from asynccache.storage import CheckedStore, PageKey, Result, parse_url
+from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, content
 from tests.simulated.loop import SimulatedLoop, simulate
 
@@ -40,8 +41,34 @@ async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
 # A file store in a folder, and pages whose content is a function of their key.
 
 
-async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") -> CheckedStore:
-    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), LAYOUT), LAYOUT)
+async def open_at(
+    folder: Path, options: str = "capacity=16MiB&segment=1MiB", layout: StoreLayout = LAYOUT
+) -> CheckedStore:
+    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout)
+
+
+def file_backend(store: CheckedStore) -> FileBackend:
+    assert isinstance(store.backend, FileBackend)
+    return store.backend
+
+
+def segment(folder: Path, number: int = 1) -> Path:
+    return folder / segment_name(number)
+
+
+def edit(path: Path, change: Callable[[bytearray], object]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def flip(at: int) -> Callable[[bytearray], None]:
+    """The change of one bit."""
+
+    def change(data: bytearray) -> None:
+        data[at] ^= 1
+
+    return change
 
 
 def open_files(folder: Path) -> list[str]:

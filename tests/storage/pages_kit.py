@@ -60,6 +60,17 @@ def thread_names() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asynccache"))
 
 
+class Particular(Exception):
+    """An error that is made in a way of its own, and says what it has."""
+
+    def __init__(self, page: memoryview, *, code: int) -> None:
+        super().__init__()
+        self.page, self.code = page, code
+
+    def __str__(self) -> str:
+        return f"code {self.code} for {self.page.nbytes} bytes"
+
+
 class Misbehaving(WrappedBackend):
     """A backend that misbehaves. ``how``: in which way, by the call's name. ``inside`` is set when a call has begun to
     suffer.
@@ -106,6 +117,10 @@ class Misbehaving(WrappedBackend):
                 raise KeyError([record.payload for record in records])
             except KeyError as error:
                 raise OSError("a bug in a bug") from error
+        if how == "raises a group":
+            raise ExceptionGroup("bugs", [ValueError(records[0].payload), OSError(5, "bad")])
+        if how == "raises what cannot be copied":
+            raise Particular(records[0].payload, code=5)
         if how == "exits":
             raise SystemExit("of a plug-in")
         if how == "answers too little":

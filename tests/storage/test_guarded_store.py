@@ -124,23 +124,18 @@ def free(store: CheckedStore) -> tuple[int, int]:
 
 
 @in_world
-async def test_a_read_does_not_stand_behind_slow_writes(loop: SimulatedLoop) -> None:
-    backend = Watched(put=20.0)
-    store = store_on(backend, concurrency=16)
+async def test_a_read_does_not_stand_behind_slow_writes_nor_a_write_behind_any_number_of_reads(
+    loop: SimulatedLoop
+) -> None:
+    store = store_on(Watched(put=20.0), concurrency=16)
     puts = [put(store) for _ in range(40)]
     await asyncio.sleep(1.0)
-    assert backend.now["put"] == 16
     began = loop.time()
     await get(store)
     await store.exists(KEYS)
     assert loop.time() - began < 0.1
     await asyncio.gather(*puts)
-
-
-@in_world
-async def test_writes_get_on_beside_any_number_of_reads(loop: SimulatedLoop) -> None:
-    backend = Watched(get=1.0, put=1.0)
-    store = store_on(backend, concurrency=8, timeout=100.0)
+    store = store_on(Watched(get=1.0, put=1.0), concurrency=8, timeout=100.0)
     gets = [get(store) for _ in range(80)]
     await asyncio.sleep(0.5)
     began = loop.time()
@@ -296,20 +291,6 @@ async def test_a_store_that_has_an_index_is_asked_for_a_sign_of_life(loop: Simul
     await store.aclose()
 
 
-@in_world
-async def test_closing_ends_the_probe(loop: SimulatedLoop) -> None:
-    backend = Watched(get=1e6, exists=1e6)
-    store = store_on(backend, timeout=5.0, breaker=Breaker(threshold=1, backoff=1.0))
-    await get(store)
-    await asyncio.sleep(2.0)
-    await store.exists(KEYS)
-    await asyncio.sleep(0.5)
-    assert backend.now["exists"] == 1
-    await store.aclose()
-    assert backend.now["exists"] == 0
-    assert store.breaker.state is BreakerState.OPEN
-
-
 class Flushing(Watched):
     """``flush`` takes ``seconds``, too. ``away``: no call with keys is answered."""
 
@@ -366,41 +347,6 @@ async def test_while_it_is_open_no_work_is_done_for_a_call(loop: SimulatedLoop) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checked, "seal", lambda keys, records: pytest.fail("it was sealed for nothing"))
         assert await store.put(KEYS[:1], [page.payload]) == [Result.FAILED]
-
-
-@in_world
-async def test_a_hit_comes_back_by_itself(loop: SimulatedLoop) -> None:
-    inner = SimulatedBackend(Random(1))
-
-    class Away(WrappedBackend):
-        away = False
-
-        async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-            if self.away:
-                raise Unavailable("gone")
-            return await self.inner.get(keys, records)
-
-        async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-            if self.away:
-                raise Unavailable("gone")
-            return await self.inner.exists(keys)
-
-    backend = Away(inner)
-    store = store_on(backend, breaker=Breaker(threshold=2, backoff=1.0))
-    await put(store)
-    backend.away = True
-    for _ in range(100):
-        assert await get(store) == [Result.FAILED] * 2
-        await asyncio.sleep(0.1)
-    backend.away = False
-    hits = []
-    for _ in range(200):
-        hits.append(await get(store) == [Result.HIT] * 2)
-        await asyncio.sleep(0.1)
-    assert hits[-1]
-    assert hits.index(True) < 100, "the back-off had grown to 8 seconds at most"
-    assert all(hits[hits.index(True):])
-    await store.aclose()
 
 
 class Refusing(Watched):
@@ -466,94 +412,42 @@ def assert_state(breaker: Breaker, state: BreakerState) -> None:
     assert breaker.state is state
 
 
-def test_it_opens_after_that_many_failures_in_a_row() -> None:
-    breaker = Breaker(threshold=3)
-    for good in (False, False, True, False, False):
-        permit = given(breaker, 0.0)
-        breaker.success(permit, 0.0) if good else breaker.failure(permit, 0.0)
-        assert_state(breaker, BreakerState.CLOSED)
-    breaker.failure(given(breaker, 0.0), 0.0)
-    assert_state(breaker, BreakerState.OPEN)
+SCRIPTS = {
+    "it opens after that many failures in a row": "-read -read +read -read -read closed -read open",
+    "failures of several kinds add up": "-ask -read closed -write open",
+    "answered questions do not hide reads that fail": "+ask -read +ask -read closed +ask -read open",
+    "it refuses until the back-off is over and then lets one probe through":
+        "-read -read -read @1.9 refused @2 probe half refused",
+    "a good probe closes it": "-read -read -read @2 +ask closed +read",
+    "an abandoned probe leaves room for the next": "-read -read -read @2 ~ask open probe half",
+    "bad probes double the back-off up to its limit":
+        "-read -read -read @2 -ask @5.9 refused @6 -ask @10.9 refused @11 -ask @15.9 refused @16 probe",
+    "after a recovery the back-off starts small again":
+        "-read -read -read @2 -ask @6 +ask @7 +read @10 -read -read closed -read open @11.9 refused @12 probe",
+    "on probation one more failure of that kind opens it for longer":  # an answer of another kind proves nothing
+        "-read -read -read @2 -ask @6 +ask closed @7 +ask @10 -read open @14.9 refused @15 probe",
+    "on probation failures of other kinds count as ever":
+        "-read -read -read @2 -ask @6 +ask @7 -write -write closed -write open @8.9 refused @9 probe",
+}  # fmt: skip
+STATES = {"closed": BreakerState.CLOSED, "open": BreakerState.OPEN, "half": BreakerState.HALF_OPEN}
 
 
-def test_it_refuses_until_the_backoff_is_over_and_then_lets_one_probe_through() -> None:
-    breaker = opened()
-    assert breaker.allow(1.9) == REFUSED
-    given(breaker, 2.0)
-    assert_state(breaker, BreakerState.HALF_OPEN)
-    assert breaker.allow(2.0) == REFUSED
-
-
-def test_a_good_probe_closes_it() -> None:
-    breaker = opened()
-    breaker.success(given(breaker, 2.0), 2.0)
-    assert_state(breaker, BreakerState.CLOSED)
-    given(breaker, 2.0)
-
-
-def test_bad_probes_double_the_backoff_up_to_its_limit() -> None:
-    breaker, now = opened(), 2.0
-    for backoff in (4.0, 5.0, 5.0):
-        breaker.failure(given(breaker, now), now)
-        assert breaker.allow(now + backoff - 0.01) == REFUSED
-        now += backoff
-
-
-def recovered() -> Breaker:
-    """Opened by reads twice in a row; a probe has just closed it."""
-    breaker = Breaker(threshold=3, backoff=2.0, max_backoff=50.0)
-    for _ in range(3):
-        breaker.failure(given(breaker, 0.0), 0.0, "read")
-    breaker.failure(given(breaker, 2.0), 2.0, "ask")
-    breaker.success(given(breaker, 6.0), 6.0, "ask")
-    assert_state(breaker, BreakerState.CLOSED)
-    return breaker
-
-
-def test_after_a_recovery_the_backoff_starts_small_again() -> None:
-    breaker = recovered()
-    breaker.success(given(breaker, 7.0), 7.0, "read")
-    for _ in range(3):
-        assert_state(breaker, BreakerState.CLOSED)
-        breaker.failure(given(breaker, 10.0), 10.0, "read")
-    assert breaker.allow(11.9) == REFUSED
-    given(breaker, 12.0)
-
-
-def test_on_probation_one_more_failure_of_that_kind_opens_it_for_longer() -> None:
-    breaker = recovered()
-    breaker.success(given(breaker, 7.0), 7.0, "ask")  # of another kind: proves nothing
-    breaker.failure(given(breaker, 10.0), 10.0, "read")
-    assert_state(breaker, BreakerState.OPEN)
-    assert breaker.allow(17.9) == REFUSED
-    given(breaker, 18.0)
-
-
-def test_on_probation_failures_of_other_kinds_count_as_ever() -> None:
-    breaker = recovered()
-    for _ in range(2):
-        breaker.failure(given(breaker, 7.0), 7.0, "write")
-        assert_state(breaker, BreakerState.CLOSED)
-    breaker.failure(given(breaker, 7.0), 7.0, "write")
-    assert breaker.allow(8.9) == REFUSED
-    given(breaker, 9.0)
-
-
-def test_questions_that_are_answered_do_not_hide_reads_that_fail() -> None:
-    breaker = Breaker(threshold=3)
-    for _ in range(3):
-        assert_state(breaker, BreakerState.CLOSED)
-        breaker.success(given(breaker, 0.0), 0.0, "ask")
-        breaker.failure(given(breaker, 0.0), 0.0, "read")
-    assert_state(breaker, BreakerState.OPEN)
-
-
-def test_failures_of_several_kinds_add_up() -> None:
-    breaker = Breaker(threshold=3)
-    for kind in ("ask", "read", "write"):
-        assert_state(breaker, BreakerState.CLOSED)
-        breaker.failure(given(breaker, 0.0), 0.0, kind)
-    assert_state(breaker, BreakerState.OPEN)
+@pytest.mark.parametrize("law", SCRIPTS)
+def test_the_breaker_step_by_step(law: str) -> None:
+    """``+kind``, ``-kind`` and ``~kind``: a call is let through, and is answered, fails or is abandoned; ``@seconds``
+    is the time from then on; ``probe``: a call is let through, ``refused``: none is; else the state it must have."""
+    breaker, now = Breaker(threshold=3, backoff=2.0, max_backoff=5.0), 0.0
+    for step in SCRIPTS[law].split():
+        if step in STATES:
+            assert breaker.state is STATES[step]
+        elif step == "refused":
+            assert breaker.allow(now) == REFUSED
+        elif step[0] == "@":
+            now = float(step[1:])
+        elif (permit := given(breaker, now)) and step[0] in "+-":
+            (breaker.success if step[0] == "+" else breaker.failure)(permit, now, step[1:])
+        elif step[0] == "~":
+            breaker.abandon(permit)
 
 
 def test_backoffs_are_spread_by_the_jitter_that_is_handed_in() -> None:
@@ -574,13 +468,6 @@ def test_it_knows_how_often_and_how_long_it_was_not_closed() -> None:
     assert (breaker.opened, breaker.shut_for(30.0)) == (1, 7.0)
     breaker.failure(given(breaker, 40.0), 40.0)
     assert (breaker.opened, breaker.shut_for(41.0)) == (2, 8.0)
-
-
-def test_an_abandoned_probe_leaves_room_for_the_next() -> None:
-    breaker = opened()
-    breaker.abandon(given(breaker, 2.0))
-    assert_state(breaker, BreakerState.OPEN)
-    given(breaker, 2.0)
 
 
 def tell(breaker: Breaker, outcome: str, permit: Permit) -> None:
@@ -605,19 +492,6 @@ def test_a_call_from_before_it_opened_changes_nothing_ever_after(late: str) -> N
     assert breaker.allow(2.0) == REFUSED
     breaker.success(probe, 2.0)
     tell(breaker, late, early.pop())
-    assert_state(breaker, BreakerState.CLOSED)
-
-
-@pytest.mark.parametrize("late", ["success", "failure", "abandon"])
-def test_a_call_that_was_made_in_spite_of_a_refusal_changes_nothing(late: str) -> None:
-    breaker = opened()
-    tell(breaker, late, REFUSED)
-    assert_state(breaker, BreakerState.OPEN)
-    assert breaker.allow(1.9) == REFUSED
-    probe = given(breaker, 2.0)
-    tell(breaker, late, REFUSED)
-    assert_state(breaker, BreakerState.HALF_OPEN)
-    breaker.success(probe, 2.0)
     assert_state(breaker, BreakerState.CLOSED)
 
 
@@ -664,21 +538,24 @@ async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
     workers.close()
 
 
-async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
-    workers, barrier = ThreadPool(3, "test-workers"), threading.Barrier(3)
-    futures = [workers.call(barrier.wait, timeout=30) for _ in range(3)]
-    await settled(futures)
-    assert sorted(future.result() for future in futures) == [0, 1, 2]
-    assert threading.current_thread().name not in {await workers.call(lambda: threading.current_thread().name)}
-    workers.close()
-
-
-async def test_run_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
-    workers = ThreadPool(1, "test-workers")
+async def test_threads_run_so_many_calls_at_a_time_and_end_with_close() -> None:
+    """The threads start with the first call. Libraries use them as an executor."""
+    workers, barrier, loop = ThreadPool(3, "test-workers"), threading.Barrier(3), asyncio.get_running_loop()
+    assert isinstance(workers, Executor)
+    assert names() == []
+    assert sorted(await asyncio.gather(*(workers.call(barrier.wait, timeout=30) for _ in range(3)))) == [0, 1, 2]
+    assert names() == ["test-workers-0", "test-workers-1", "test-workers-2"]
+    assert (await loop.run_in_executor(workers, lambda: threading.current_thread().name)) in names()
+    for attempt in (loop.run_in_executor(workers, divmod, 1, 0), workers.run(divmod, 7, 0)):
+        with pytest.raises(ZeroDivisionError):
+            await attempt
     assert await workers.run(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ZeroDivisionError):
-        await workers.run(divmod, 7, 0)
+    workers.shutdown()
     workers.close()
+    assert names() == []
+    for hand_in in (workers.call, workers.submit):
+        with pytest.raises(Unavailable, match="test-workers"):
+            hand_in(int)
 
 
 @pytest.mark.parametrize("sizes", [[5 << 20, 0, 0], [0, 5 << 20, 0], [0, 0, 1 << 20], [3 << 20, 3 << 20, 0], [0, 0]])
@@ -733,18 +610,6 @@ async def test_asyncio_does_not_complain_of_the_error_of_a_cancelled_run() -> No
     workers.close()
 
 
-async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
-    workers = ThreadPool(2, "test-workers")
-    assert names() == []
-    await workers.call(int)
-    assert names() == ["test-workers-0", "test-workers-1"]
-    workers.close()
-    workers.close()
-    assert names() == []
-    with pytest.raises(Unavailable, match="test-workers"):
-        workers.call(int)
-
-
 async def test_what_was_handed_in_is_done_before_close_returns() -> None:
     workers = ThreadPool(1, "test-workers")
     done: list[int] = []
@@ -761,20 +626,6 @@ async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
     gate.set()
     assert await second == 7
     workers.close()
-
-
-async def test_libraries_use_the_same_threads_as_an_executor() -> None:
-    workers, loop = ThreadPool(2, "test-workers"), asyncio.get_running_loop()
-    assert isinstance(workers, Executor)
-    assert await loop.run_in_executor(workers, int, "7") == 7
-    with pytest.raises(ZeroDivisionError):
-        await loop.run_in_executor(workers, divmod, 1, 0)
-    name = await loop.run_in_executor(workers, lambda: threading.current_thread().name)
-    assert name.startswith("test-workers")
-    workers.shutdown()
-    assert names() == []
-    with pytest.raises(Unavailable, match="test-workers"):
-        workers.submit(int)
 
 
 class Buffer:
@@ -802,16 +653,6 @@ def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_who_forgets_to_close_can_still_end() -> None:
-    code = (
-        "import asyncio\nfrom asynccache.settle import ThreadPool\n"
-        "async def main():\n    workers = ThreadPool(2, 'x')\n    print(await workers.call(int, '5'))\n"
-        "asyncio.run(main())\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5\n", "")
 
 
 async def test_a_call_that_raises_stop_iteration_ends() -> None:

@@ -17,7 +17,7 @@ from asynccache_backends.file import FileBackend
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
-from asynccache.errors import BackendError, ConfigError, Unavailable
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import (
     CheckedStore,
     PageKey,
@@ -49,6 +49,7 @@ from tests.storage.pages_kit import (
     thread_names,
     until,
 )
+from tests.waiting import until as until_it_is_so
 
 # When a future is done nobody has any of its memory, whatever became of the call: the mapping can be closed.
 #
@@ -57,7 +58,7 @@ from tests.storage.pages_kit import (
 
 
 LARGE = 256 << 10
-HOW = ["works", "is unavailable", "has a bug", "has two", "answers too little", "hangs"]
+HOW = ["works", "has two", "answers too little", "hangs"]
 
 
 @pytest.fixture(autouse=True)
@@ -126,16 +127,6 @@ def test_so_it_can_when_the_call_was_cancelled_before_it_began() -> None:
             cancelled[0].result(PATIENCE)
         assert result(pages.exists([])) == []
         assert stuck.calls == 0
-
-
-def test_so_it_can_after_close_with_calls_in_flight() -> None:
-    made, store = memory(), Misbehaving(get="hangs", put="hangs")
-    pages = open_pages(store, made)
-    futures = [pages.get(keys(2), [0, 1]), pages.put(keys(2), [2, 3])]
-    until(lambda: store.calls == 2)
-    assert pages.close(0) == (4, 0, True)
-    made.close()
-    assert [future.result(0) for future in futures] == [[FAILED] * 2] * 2
 
 
 def test_a_store_that_cannot_let_go_keeps_the_future_open_and_the_mapping() -> None:
@@ -275,16 +266,6 @@ def test_a_store_that_refuses_the_memory_leaves_nothing_either() -> None:
     assert first.closed == 0  # its owner's
 
 
-def test_nothing_is_kept_after_close() -> None:
-    made = memory()
-    pages = open_pages("memory:", memoryview(made))  # type: ignore[arg-type]
-    assert result(pages.put(keys(1), [0])) == [HIT]
-    pages.close()
-    made.close()
-    with pytest.raises(Unavailable, match="closed"):
-        pages.get(keys(1), [0])
-
-
 def test_a_call_of_thousands_of_pages_is_one_short_line_in_a_log() -> None:
     """A loop in debug mode prints the arguments of callbacks that are slow."""
     call = PendingCall("get", [PageKey("full", bytes(32))] * 5000, Rows("full", bytearray(64), 64), [0] * 5000, None)
@@ -305,59 +286,12 @@ def page_keys() -> list[PageKey]:
     return [PageKey("full", bytes([i]) * 32) for i in range(PAGES)]
 
 
-class Hostile(WrappedBackend):
-    """``how`` says what becomes of gets and puts, which keep what they are handed in their frames and errors."""
-
-    def __init__(self, inner: StorageBackend, how: str) -> None:
-        super().__init__(inner)
-        self.how = how
-        self.inside = asyncio.Event()
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._suffer(records)
-        return await super().get(keys, records)
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._suffer(records)
-        return await super().put(keys, records)
-
-    async def _suffer(self, records: Sequence[Record]) -> None:
-        first = records[0].payload
-        self.inside.set()
-        if self.how == "is unavailable":
-            raise Unavailable(f"no answer about {len(first)} bytes")
-        if self.how == "has a bug":
-            raise ValueError("a bug", first)
-        if self.how == "has two":
-            try:
-                raise KeyError(first)
-            except KeyError as error:
-                raise BackendError("a bug in a bug") from error
-        if self.how == "hangs":
-            await asyncio.Event().wait()
-        if self.how == "raises a group":
-            raise ExceptionGroup("bugs", [ValueError(first), OSError(5, "bad")])
-        if self.how == "raises what cannot be copied":
-            raise Particular(first, code=5)
-
-
-class Particular(Exception):
-    """An error that is made in a way of its own, and says what it has."""
-
-    def __init__(self, page: memoryview, *, code: int) -> None:
-        super().__init__()
-        self.page, self.code = page, code
-
-    def __str__(self) -> str:
-        return f"code {self.code} for {self.page.nbytes} bytes"
-
-
 WAYS = ["is unavailable", "has a bug", "has two", "hangs", "raises a group", "raises what cannot be copied", "works"]
 Store = CheckedStore | TieredStore
 
 
 def checked(backend: StorageBackend, size: int) -> CheckedStore:
-    hangs = isinstance(backend, Hostile) and backend.how == "hangs"
+    hangs = isinstance(backend, Misbehaving) and "hangs" in backend.how.values()
     layout = StoreLayout({"full": size}, b"schema")
     return CheckedStore(backend, layout, timeout=0.02 if hangs else 60.0, threads=2)
 
@@ -392,7 +326,7 @@ async def test_a_mapping_can_be_closed_after_the_store(
     how: str, make: Callable[[StorageBackend, int], Store], size: int
 ) -> None:
     memory = mmap.mmap(-1, PAGES * size)
-    store = make(Hostile(MemoryBackend(), how), size)
+    store = make(Misbehaving(get=how, put=how), size)
     put = await store.put(page_keys(), payloads(memory, size))
     got = await store.get(page_keys(), payloads(memory, size))
     assert (Result.HIT in put) is (how == "works" or make is not one)
@@ -411,15 +345,15 @@ async def test_a_mapping_can_be_closed_after_the_store(
 async def test_so_it_can_when_the_call_was_cancelled(
     verb: str, make: Callable[[StorageBackend, int], Store], size: int
 ) -> None:
-    memory, hostile = mmap.mmap(-1, PAGES * size), Hostile(MemoryBackend(), "works")
+    memory, hostile = mmap.mmap(-1, PAGES * size), Misbehaving()
     store = make(hostile, size)
     if make is far:
         await store.put(page_keys()[:1], payloads(memory, size)[:1])
-    hostile.how = "hangs"
+    hostile.how = {"get": "hangs", "put": "hangs"}
     hostile.inside.clear()
     call: Callable[[Sequence[PageKey], Sequence[memoryview]], Awaitable[list[Result]]] = getattr(store, verb)
     calling = asyncio.ensure_future(call(page_keys(), payloads(memory, size)))
-    await hostile.inside.wait()
+    await until_it_is_so(hostile.inside.is_set)
     calling.cancel()
     await asyncio.wait([calling])
     del calling, call
@@ -481,18 +415,6 @@ async def test_so_it_can_after_a_store_of_files_that_cannot_be_read_any_more(tmp
     memory.close()
 
 
-async def test_so_it_can_after_pages_of_a_wrong_size_were_refused() -> None:
-    memory = mmap.mmap(-1, PAGES * SMALL)
-    for make in (one, near):
-        store = make(MemoryBackend(), LARGE_PAGE)
-        with suppress(ConfigError):
-            await store.put(page_keys(), payloads(memory, SMALL))
-            pytest.fail("they were taken")
-        await store.aclose()
-    await asyncio.sleep(0)
-    memory.close()
-
-
 async def test_so_it_can_after_work_that_had_to_be_completed_failed() -> None:
     memory = mmap.mmap(-1, PAGES * SMALL)
 
@@ -510,7 +432,7 @@ async def test_so_it_can_after_work_that_had_to_be_completed_failed() -> None:
 async def test_a_store_that_outlives_a_cache_keeps_none_of_its_memory(how: str) -> None:
     config = settings(host=16)
     layout = store_layout(config.pools())
-    store = CheckedStore(Hostile(MemoryBackend(), how), layout, timeout=60.0)
+    store = CheckedStore(Misbehaving(get=how, put=how), layout, timeout=60.0)
     cache = await AsyncCache(config, storage=store).__aenter__()
     host = weakref.ref(local(cache).mover.host_pools["full"].memory.obj)
     await serve(cache, text(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -33,12 +33,12 @@ from asynccache.storage import (
     parse_url,
 )
 from asynccache.storage.contract import StoreLayout
-from asynccache.testing.backend_suite import LAYOUT, aligned, page_key
+from asynccache.testing.backend_suite import LAYOUT, page_key
 from asynccache.testing.backend_suite import keys_of as suite_keys
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import fill, get, open_at
+from tests.storage.page_kit import edit, file_backend, fill, flip, get, open_at, segment
 
 # Listing by the memory and the file store, and collecting by the file store: old pages, and the room of dead ones.
 
@@ -48,7 +48,7 @@ LOOKED_AT = StoreLayout({}, LAYOUT.schema)
 
 
 def keys_of(count: int, pool: str = "full", first: int = 0) -> list[PageKey]:
-    return [page_key(str(i), pool) for i in range(first, first + count)]
+    return suite_keys(first + count, pool)[first:]
 
 
 async def listed(store: CheckedStore) -> list[Stored]:
@@ -174,29 +174,6 @@ async def test_a_store_that_is_looked_at_is_compacted_without_losing_a_page(tmp_
     await again.aclose()
 
 
-async def test_collecting_beside_writers_and_readers_loses_nothing(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "kv", SMALL)
-    kept: list[PageKey] = []
-
-    async def write(first: int) -> None:
-        for at in range(first, first + 120, 12):
-            keys = keys_of(12, first=at)
-            await fill(store, keys)
-            await store.delete(keys[3:])
-            kept.extend(keys[:3])
-            assert await get(store, keys[:3]) == [Result.HIT] * 3
-
-    async def collect_often() -> None:
-        for _ in range(20):
-            await collect(store)
-            await asyncio.sleep(0)
-
-    await asyncio.gather(write(0), write(1000), collect_often())
-    await collect(store)
-    assert await get(store, kept) == [Result.HIT] * len(kept)
-    await store.aclose()
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 34])
 async def test_a_collection_that_is_cancelled_leaves_the_rest(tmp_path: Path, steps: int) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
@@ -236,8 +213,7 @@ async def test_a_segment_with_a_page_that_cannot_be_read_stays(tmp_path: Path) -
     await fill(store, keys)
     await fill(store, keys_of(15, first=100))              # another segment is the active one
     await store.delete(keys[:14])
-    assert isinstance(store.backend, FileBackend)
-    if (sealing := store.backend._log._sealing) is not None:
+    if (sealing := file_backend(store)._log._sealing) is not None:
         await asyncio.wait([sealing])                       # a footer written later would make the file whole again
     [path, *_] = sorted((tmp_path / "kv").glob("segment-*.kv"))
     size = path.stat().st_size
@@ -271,74 +247,51 @@ SECOND = BLOCK_BYTES + 42 * FULL
 OPTIONS = "capacity=64MiB&segment=4MiB"
 
 
-async def open_segments(folder: Path, options: str = OPTIONS, layout: StoreLayout = LAYOUT) -> CheckedStore:
-    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout)
-
-
-async def read(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    return await store.get(keys, [aligned(LAYOUT.page_bytes[key.pool]) for key in keys])
-
-
-def segment(folder: Path) -> Path:
-    return folder / f"segment-{1:016x}.kv"
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
 async def test_a_good_store_stays_as_it_is(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     await fill(store, [page_key("odd", "odd")])
     await store.delete(KEYS[3:5])
     assert await store.scrub() == Scrubbed(59, 58 * FULL + 1000, 0, 0)
-    assert await read(store, KEYS) == [Result.HIT] * 3 + [Result.MISS] * 2 + [Result.HIT] * 55
+    assert await get(store, KEYS) == [Result.HIT] * 3 + [Result.MISS] * 2 + [Result.HIT] * 55
     assert store.stats()["errors"] == 0
     await store.aclose()
 
 
 @pytest.mark.parametrize("closed", [True, False])
 async def test_a_flipped_bit_costs_its_page_for_ever(tmp_path: Path, closed: bool) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     if closed:
         await store.aclose()
-        store = await open_segments(tmp_path / "s")
-    flip(segment(tmp_path / "s"), SECOND + BLOCK_BYTES + 5 * FULL + 77)
+        store = await open_at(tmp_path / "s", OPTIONS)
+    edit(segment(tmp_path / "s"), flip(SECOND + BLOCK_BYTES + 5 * FULL + 77))
     assert await store.scrub() == Scrubbed(60, 60 * FULL, 1, 0)
     assert store.stats()["corrupt_pages"] == 1
     expected = [Result.MISS if i == 47 else Result.HIT for i in range(60)]
-    assert await read(store, KEYS) == expected
+    assert await get(store, KEYS) == expected
     assert await store.scrub() == Scrubbed(59, 59 * FULL, 0, 0)
     shutil.copytree(tmp_path / "s", tmp_path / "crashed")
     await store.aclose()
     for folder in ("s", "crashed"):
-        store = await open_segments(tmp_path / folder)
+        store = await open_at(tmp_path / folder, OPTIONS)
         assert await store.exists(KEYS) == expected
         await store.aclose()
 
 
-@pytest.mark.parametrize("at", [0, 45, 64, 64 + 96 * 3 + 40])
-async def test_a_damaged_header_block_costs_its_group(tmp_path: Path, at: int) -> None:
-    store = await open_segments(tmp_path / "s")
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [*((flip(at), range(42)) for at in (0, 45, 64, 64 + 96 * 3 + 40)),
+     (lambda data: data.__delitem__(slice(SECOND + BLOCK_BYTES + 3 * FULL + 5, None)), range(45, 60))],
+)  # fmt: skip
+async def test_what_a_damaged_header_block_named_or_was_cut_off_is_dropped(
+    tmp_path: Path, change: Callable[[bytearray], object], lost: range
+) -> None:
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
-    flip(segment(tmp_path / "s"), at)
-    assert await store.scrub() == Scrubbed(60, 60 * FULL, 42, 0)
-    assert await read(store, KEYS) == [Result.MISS] * 42 + [Result.HIT] * 18
-    await store.aclose()
-
-
-async def test_what_was_cut_off_is_dropped(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s")
-    await fill(store, KEYS)
-    os.truncate(segment(tmp_path / "s"), SECOND + BLOCK_BYTES + 3 * FULL + 5)
-    assert await store.scrub() == Scrubbed(60, 60 * FULL, 15, 0)
-    assert await read(store, KEYS) == [Result.HIT] * 45 + [Result.MISS] * 15
+    edit(segment(tmp_path / "s"), change)
+    assert await store.scrub() == Scrubbed(60, 60 * FULL, len(lost), 0)
+    assert await get(store, KEYS) == [Result.MISS if i in lost else Result.HIT for i in range(60)]
     await store.aclose()
 
 
@@ -353,34 +306,31 @@ async def all_good(keys: Sequence[PageKey], records: Sequence[object]) -> list[b
 async def test_what_cannot_be_read_is_counted_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", unreadable)
         assert await store.scrub() == Scrubbed(0, 0, 0, 60)
     assert store.stats()["errors"] == 2
-    assert await read(store, KEYS) == [Result.HIT] * 60
-    assert isinstance(store.backend, FileBackend)
-    part, *_ = store.backend.parts()
+    assert await get(store, KEYS) == [Result.HIT] * 60
+    part, *_ = file_backend(store).parts()
     await store.clear()
-    assert await store.backend.scrub(part, all_good) == Scrubbed(), "it is no error: its segment was reclaimed"
+    assert await file_backend(store).scrub(part, all_good) == Scrubbed(), "it is no error: its segment was reclaimed"
     await store.aclose()
 
 
 async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     await store.scrub()
-    assert isinstance(store.backend, FileBackend)
-    assert [group.hot for group in store.backend._log.index.holders.values()] == [0, 0]
+    assert [group.hot for group in file_backend(store)._log.index.holders.values()] == [0, 0]
     await store.aclose()
 
 
 async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
-    backend = store.backend
-    assert isinstance(backend, FileBackend)
+    backend = file_backend(store)
 
     async def late(keys: Sequence[PageKey], records: Sequence[object]) -> list[bool]:
         await store.delete(KEYS[:2])
@@ -389,7 +339,7 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
 
     (part,) = (part for part in backend.parts() if part.pages == 42)
     assert await backend.scrub(part, late) == Scrubbed(42, 42 * FULL, 1, 0)
-    assert await read(store, KEYS[:4]) == [Result.HIT, Result.MISS, Result.MISS, Result.HIT]
+    assert await get(store, KEYS[:4]) == [Result.HIT, Result.MISS, Result.MISS, Result.HIT]
     await store.aclose()
 
 
@@ -397,7 +347,7 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``asyncio.run`` cancels all tasks when it is interrupted; the folder must not be closed under the thread."""
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     begun, go_on, preadv = Event(), Event(), os.preadv
 
@@ -422,14 +372,14 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
 
 
 async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s", "capacity=4MiB&segment=1MiB")
+    store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
     rng = Random("scrub")
 
     async def use() -> None:
         for batch in range(25):
             keys = [page_key(f"{batch}/{i}") for i in range(25)]
             await fill(store, keys)
-            assert set(await read(store, keys)) <= {Result.HIT, Result.MISS}
+            assert set(await get(store, keys)) <= {Result.HIT, Result.MISS}
             await store.delete(rng.sample(keys, 2))
 
     await fill(store, KEYS)
@@ -447,7 +397,7 @@ async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: P
 
 
 async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     before = len(os.listdir("/proc/self/fd"))
     for turns in range(12):
@@ -458,12 +408,12 @@ async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path:
         await asyncio.wait([scrubbing])
         assert scrubbing.cancelled()
         assert len(os.listdir("/proc/self/fd")) == before
-    assert await read(store, KEYS) == [Result.HIT] * 60
+    assert await get(store, KEYS) == [Result.HIT] * 60
     await store.aclose()
 
 
 async def test_closing_waits_for_the_part_that_is_being_read(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s")
+    store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
     scrubbing = asyncio.ensure_future(store.scrub())
     await asyncio.sleep(0)
@@ -504,17 +454,17 @@ def test_it_takes_as_long_as_the_rate_says_and_tells_how_far_it_is() -> None:
 
 
 async def test_opened_without_pools_a_store_is_only_looked_at(tmp_path: Path) -> None:
-    store = await open_segments(tmp_path / "s", "capacity=16MiB&segment=1MiB")
+    store = await open_at(tmp_path / "s", "capacity=16MiB&segment=1MiB")
     keys = suite_keys(500)
     await fill(store, keys)
     await store.aclose()
     before = {path.name: path.read_bytes() for path in (tmp_path / "s").iterdir() if path.name.startswith("segment-")}
-    looking = await open_segments(tmp_path / "s", "capacity=3MiB&segment=1MiB", StoreLayout({}, RECORD_SCHEMA))
+    looking = await open_at(tmp_path / "s", "capacity=3MiB&segment=1MiB", StoreLayout({}, RECORD_SCHEMA))
     assert looking.stats()["pages"] == 500
     assert (await looking.scrub()).pages == 500
     await looking.aclose()
     after = {path.name: path.read_bytes() for path in (tmp_path / "s").iterdir() if path.name.startswith("segment-")}
     assert after == before
     with pytest.raises(Unavailable, match=rf"{tmp_path}/none.*no store"):
-        await open_segments(tmp_path / "none", "", StoreLayout({}, RECORD_SCHEMA))
+        await open_at(tmp_path / "none", "", StoreLayout({}, RECORD_SCHEMA))
     assert not (tmp_path / "none").exists()

@@ -82,14 +82,6 @@ def test_a_call_that_is_taken_up_too_late_is_not_begun() -> None:
         assert pages.stats()["late_calls"] == 2
 
 
-def test_a_call_in_time_is_not_late() -> None:
-    with open_pages("memory:", memory()) as pages:
-        assert result(pages.put(keys(1), [0], timeout=PATIENCE)) == [HIT]
-        assert result(pages.get(keys(1), [1], timeout=PATIENCE)) == [HIT]
-        assert result(pages.exists(keys(1), timeout=PATIENCE)) == [HIT]
-        assert pages.stats()["late_calls"] == 0
-
-
 def test_the_breaker_hears_of_a_store_that_hangs_though_every_question_has_a_deadline() -> None:
     """Later questions are refused at once, and cost their askers nothing."""
     store = Misbehaving(exists="hangs")

@@ -209,21 +209,20 @@ def test_old_pages_are_counted_then_collected(
     assert capsys.readouterr().out.startswith(f"{url}: 0 pages, 0 B; 7.9 KiB of 64.0 MiB in 1 segments\n"), "deletions"
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, 0), ("\n", 1, 80), ("no\n", 1, 80), ("", 1, 80)])
+@pytest.mark.parametrize(
+    ("answer", "status", "left"), [("y\n", 0, 0), ("\n", 1, 80), ("no\n", 1, 80), ("", 1, 80), (None, 0, 0)]
+)
 def test_clear_asks_first(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: str, status: int,
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: str | None, status: int,
     left: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("sys.stdin", Screen(True, answer))
-    assert main(["store", "clear", f"file:{folder}"]) == status
-    assert capsys.readouterr().err == f"Remove every page of file:{folder}? [y/N] "
+    monkeypatch.setattr("sys.stdin", Screen(True, answer or ""))
+    assert main(["store", "clear", f"file:{folder}", *([] if answer is not None else ["--yes"])]) == status
+    out, err = capsys.readouterr()
+    assert err == (f"Remove every page of file:{folder}? [y/N] " if answer is not None else "")
+    assert (out == f"file:{folder} is empty\n") is (status == 0)
     assert main(["store", "stat", f"file:{folder}", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["pages"] == left
-
-
-def test_clear_need_not_ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["store", "clear", f"file:{folder}", "--yes"]) == 0
-    assert capsys.readouterr().out == f"file:{folder} is empty\n"
 
 
 def test_a_clear_that_nobody_meant_does_not_even_open_the_store(
@@ -423,8 +422,9 @@ def test_a_step_that_was_told_at_once_and_takes_long_is_shown(monkeypatch: pytes
     assert screen.getvalue() == "filling the store\n"
 
 
-def test_it_imports_no_torch() -> None:
-    code = "import sys, asynccache.cli.store, asynccache_backends.file; sys.exit('torch' in sys.modules)"
+def test_neither_the_commands_nor_the_benchmark_import_torch() -> None:
+    code = "import sys, asynccache.cli.store, asynccache.cli.bench, asynccache_backends.file as _;" \
+           "sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
@@ -566,9 +566,3 @@ def test_quantiles_and_medians() -> None:
 def test_unusable_options_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "store", *SMALL, *words]) == 2
     assert words[0].partition(":")[0] in capsys.readouterr().err
-
-
-def test_the_benchmark_imports_no_torch() -> None:
-    code = "import sys, asynccache.cli.bench, asynccache_backends.file; sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
