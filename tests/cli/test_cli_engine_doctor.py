@@ -167,15 +167,6 @@ def test_a_redis_that_this_user_may_not_use_is_said() -> None:
         assert found(examined("sglang", f"{server.url}?write=no", host=1), "store", "well")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--storage", "memory:"], "--storage needs --engine"), (["--host", "1GiB"], "--host needs --engine"),
-    (["--engine", "triton"], "--engine"),
-])  # fmt: skip
-def test_what_cannot_be_asked_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("quick")
 def test_without_torch_the_rest_is_still_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asynccache.memory.pools", None)  # as if it could not be imported

@@ -108,40 +108,6 @@ def test_secrets_are_in_the_line_and_nowhere_else(capsys: pytest.CaptureFixture[
     assert tier(line)[1].storage == ("redis://:hunter2@kv",)
     assert "may see the secret in redis://***@kv" in said
     assert "hunter2" not in said
-    assert main(["config", "vllm", "--storage", "redis://:hunter2@kv/{tp_rank}"]) == 2
-    assert "hunter2" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["vllm"], "config vllm needs --storage URL"), (["sglang"], "config sglang needs --storage URL"),
-        (["vllm", "--storage", "kv"], "expected scheme:path"), (["vllm", "--storage", "none"], "is no store"),
-        (["vllm", "--storage", "tape:x"], "tape"), (["vllm", "--storage", "file:/x?capcity=1GiB"], "capcity"),
-        (["vllm", "--storage", PER_RANK], "{tp_rank} means nothing under vllm, which knows {dp_rank}"),
-        (["sglang", "--storage", "file:/x/{rank}"], "{rank} means nothing under sglang"),
-        (["vllm", "--storage", FILE, "--host", "lots"], "--host="),
-        (["vllm", "--storage", FILE, "--host", "12"], "--host=12"),
-        (["vllm", "--storage", FILE, "--block-size", "24"], "--block-size=24: vLLM stores whole multiples"),
-        (["vllm", "--storage", FILE, "--block-size", "0"], "--block-size=0"),
-        (["vllm", "--storage", FILE, "--namespace", ""], "--namespace"),
-        (["vllm", "--storage", FILE, "--compatible-with", ""], "--compatible-with='' must be a version"),
-        (["sglang", "--storage", FILE, "--compatible-with", "the last"], "'the last' must be a version"),
-        (["check", "kv.toml", "--compatible-with", "0.32.0"], "--compatible-with is for config vllm"),
-        (["vllm", "kv.toml", "--storage", FILE], "config vllm takes no FILE"),
-        (["vllm", "--storage", FILE, "--json"], "config vllm takes no --json"),
-        (["show", "--host", "1GiB"], "--host is for config vllm and config sglang"),
-        (["check", "kv.toml", "--storage", FILE], "--storage is for config vllm"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_used_is_said(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", *arguments]) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err
-    assert said.err.count("\n") == 1
-    assert not said.out
 
 
 @pytest.mark.parametrize("command", [["config", "vllm", "--storage", "memory:"], ["verify-engine", "127.0.0.1:1"]])

@@ -54,30 +54,8 @@ def test_a_run_can_be_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: 
         assert "refuses: tokens[1]=-2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [(["http://127.0.0.1:1", "--tokens", "1"], "does not answer"), (["nonsense://x", "--tokens", "1"], "no address"),
-     (["http://127.0.0.1:1", "--tokens", "1,b"], "'b' is no token id"),
-     (["http://127.0.0.1:1", "--tokens", "1,--5"], "'--5' is no token id"),
-     (["http://127.0.0.1:1", "--tokens", "9" * 5000], "is no token id"),
-     (["http://127.0.0.1:1", "--tokens", "@/nowhere"], "cannot be read")],
-)  # fmt: skip
-def test_what_cannot_be_asked_is_said_in_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.count("\n") == 1
-
-
 def test_tokens_are_read_in_any_usual_form() -> None:
     assert tokens("1,2, 3 4\n") == [1, 2, 3, 4]
     assert tokens("[5]") == [5]
     with pytest.raises(ConfigError, match=r"'1\.5' is no token id"):
         tokens("1.5")
-
-
-def test_a_port_must_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "--serve", "70000"]) == 2
-    assert "--serve=70000 must lie between 0 and 65535" in capsys.readouterr().err

@@ -183,20 +183,6 @@ def test_labels_stay_inside_the_drawing() -> None:
         assert len(words) * 3.3 - 0.5 <= float(x) <= WIDTH + 0.5 - len(words) * 3.3, words
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "--requests", "1", "--report", "/nowhere/x.html"]) == 2
-    assert "--report=/nowhere/x.html: cannot be written" in capsys.readouterr().err
-
-
-def test_a_page_is_not_written_to_standard_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["stress", "--requests", "1", "--quiet", "--report", "-"]) == 2
-    assert "--report=-: the page goes to a file only" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 # a real browser
 
 

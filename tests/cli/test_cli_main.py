@@ -38,14 +38,6 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert "usage: asynccache" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [("frob",), ("replay",), ("bench", "stor"), ("stress", "trace.jsonl")])
-def test_misuse_is_a_sentence_and_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert ends_with(*arguments) == 2
-    error = capsys.readouterr().err
-    assert "--help shows what can be given" in error
-    assert "Traceback" not in error
-
-
 TABLE = "7 nodes\n       mean\nmatch  1.25\n\nthe CORE core ran\n"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -74,45 +73,6 @@ def test_several_stores_are_several_options() -> None:
         stress("--storage", "memory:", "--storage", "/var/kv")
 
 
-def test_an_option_that_is_refused_keeps_its_secrets() -> None:
-    with pytest.raises(ConfigError, match="needs a host tier") as caught:
-        stress("--storage", "redis://u:topsecret@h:1", "--host-tokens", "none")
-    assert "topsecret" not in str(caught.value)
-
-
-def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"/no/such\.toml: cannot be read: No such file"):
-        stress("--config", "/no/such.toml")
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--window", "0"], "--window=0 must be at least 1"),
-    (["--concurrency", "99999999999999999999"], "--concurrency=99999999999999999999 must lie between 1 and 65536"),
-    (["--page-size", "x"], "--page-size='x' must be an integer"),
-    (["--cancel-rate", "1.5"], "--cancel-rate=1.5 must lie between 0 and 1"),
-    (["--faults", "nan"], "--faults=nan must be a finite number"),
-    (["--duration", "0"], "--duration=0.0 must be above 0"),
-    (["--duration", "1e300"], "--duration=1e+300 must be at most 1000000000000000.0"),
-    (["--serve", "65536"], "--serve=65536 must lie between 0 and 65535"),
-    (["--workload", "chatt"], "--workload='chatt' must be one of agent, chat, mixed, random, shared; did you mean"),
-    (["--components", "full,sva"], "--components='sva' must be one of full, swa, mamba; did you mean 'swa'"),
-    (["--components", "swa"], "must begin with full; swa and mamba may follow, each once"),
-    (["--components", "full,full"], "each once"),
-    (["--write-policy", "write_trough"], "did you mean 'write_through'"),
-    (["--eviction", "fifo"], "--eviction='fifo' must be one of lru, p2c"),
-    (["--storage", "disk"], "--storage='disk' must be 'none' or a URL"),
-    (["--host-tokens", "none", "--storage", "memory:"], "--storage=memory: needs a host tier"),
-    (["--device-tokens", "all"], "--device-tokens=all works with replay only"),
-    (["--device-tokens", "none"], "--device-tokens=none must be a number of tokens, at least 1, or 'all'"),
-    (["--loop", "trio"], "--loop='trio' must be one of asyncio, uvloop"),
-    (["--device", "tpu"], "--device=tpu: unknown device 'tpu'"),
-])
-def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        stress(*arguments)
-    assert message in str(caught.value)
-
-
 ABSURD = ("", " ", "-1", "9" * 5000, "1_0", "nan", "inf", "1e400", "a:full:" + "9" * 5000, "cuda:" + "9" * 5000, "\0",
           "\ud800", ":", ",", "\n")  # fmt: skip
 
@@ -143,22 +103,6 @@ def test_no_text_of_pools_is_a_bug(name: str, texts: list[str]) -> None:
 def test_every_option_of_a_command_is_a_setting() -> None:
     names = {*RunSettings.fields("replay"), *RunSettings.fields("stress")}
     assert names == {*RunSettings.__struct_fields__} - {"command", "cache"}
-
-
-def test_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, nearest in ((["stress", "--page-sise=3"], "--page-size"), (["plan", "t", "--lmit", "3"], "--limit"),
-                           (["stress", "--conkurrency", "3"], "--concurrency")):  # fmt: skip
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-        error = capsys.readouterr().err
-        assert f"did you mean '{nearest}'?" in error
-        assert "Traceback" not in error
-
-
-def test_bad_input_ends_with_2_and_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["stress", "--window", "0", "--quiet"]) == 2
-    assert capsys.readouterr().err == "asynccache: --window=0 must be at least 1; see asynccache stress --help\n"
 
 
 def test_settings_are_reported_as_plain_values() -> None:

@@ -100,20 +100,6 @@ def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytes
     assert " pages are wrong: rank 1: " in report["problems"][0]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--pp", "8"], "--pp=8: a stage would have no layer, there are --layers=4"),
-    (["--tp", "3"], "--bytes-per-token=512 must be a multiple of 12: 4 layers over tp 3 and cp 1"),
-    (["--tp", "16", "--pp", "8"], "there are 128 ranks, --tp 16 --cp 1 --pp 8: this command runs 64 at most"),
-    (["--tp", "2", "--replicated", "ful"], "--replicated=ful: no pool 'ful'; there are full"),
-    (["--tp", "2", "--replicated", "full:dp"], "--replicated=full:dp: 'full:dp' must be NAME, NAME:tp, NAME:cp or NA"),
-])  # fmt: skip
-def test_what_ranks_cannot_do_is_refused(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["stress", *arguments]) == 2
-    assert f"asynccache: {sentence}" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-1").write_text("in the way")

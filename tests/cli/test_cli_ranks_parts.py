@@ -12,7 +12,6 @@ from asynccache.cli.rank import complaint, packed, shard_config, store_url, unde
 from asynccache.cli.run_cache import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind
-from asynccache.errors import ConfigError
 from asynccache.worker import Topology
 
 # shares
@@ -49,16 +48,6 @@ def test_what_is_replicated_is_whole_on_every_rank_of_a_stage_and_slots_are_ever
     part = shard_config(config, Topology(tp=2, pp=2), 3)
     assert [(s.bytes_per_page, s.covers) for s in part.sidecars] == [(32, (1,)), (16, (1,))]
     assert part.components[0].layers == 1
-
-
-@pytest.mark.parametrize(("topology", "sentence"), [
-    (Topology(tp=3), "--bytes-per-token=512 must be a multiple of 12: 4 layers over tp 3 and cp 1"),
-    (Topology(pp=5), "--pp=5: a stage would have no layer, there are --layers=4"),
-])  # fmt: skip
-def test_what_cannot_be_shared_out_is_refused(topology: Topology, sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        shard_config(model(), topology, 0)
-    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize(("url", "mine"), [
@@ -102,12 +91,6 @@ def test_pools_are_marked_replicated_by_name() -> None:
     assert part.bytes_per_token == 256                 # a half for cp, none for tp
     marked = model(sidecars="deepseek-v4", components="full,swa", replicated="c4")
     assert {pool.name for pool in marked.pools() if pool.replicated} == {"c4"}
-
-
-@pytest.mark.parametrize("text", ["full:", "full:dp", ":tp", "full:tp:cp"])
-def test_what_names_no_replica_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be NAME, NAME:tp, NAME:cp or NAME:tp"):
-        model(replicated=text)
 
 
 # what a batch says

@@ -173,35 +173,6 @@ def test_a_request_that_cannot_fit_fails_the_run(out: tuple[str, Path]) -> None:
     assert set(report["leaks"].values()) == {0}
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--storage", "mongo:x"], "unknown backend 'mongo'"),
-    (["--storage", "file:/proc/nope"], "/proc/nope"),
-    (["--storage", "memory:?capasity=1GiB"], "unknown option 'capasity'"),
-    (["--device-tokens", "1000"], "device_tokens=1000 is not a multiple of page_size=16"),
-    (["--bytes-per-token", "3", "--layers", "5"], "not a multiple of layers=5"),
-    (["--device-tokens", "1600000000000"], "do not fit in memory"),
-])
-def test_what_the_cache_refuses_is_one_sentence(arguments: list[str], message: str,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "--quiet", "--requests", "1", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("asynccache: ")
-    assert error.count("\n") == 1
-
-
-def test_a_trace_that_cannot_fit_is_refused_before_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = made_trace(tmp_path / "trace.jsonl")
-    assert main(["replay", str(trace), "--device-tokens", "2048", "--quiet"]) == 2
-    assert "--device-tokens=2048: request" in capsys.readouterr().err
-
-
-def test_a_report_that_cannot_be_written_is_said_before_the_run(tmp_path: Path,
-                                                                capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "--quiet", "--json", f"{tmp_path}/no/such/folder.json"]) == 2
-    assert "folder.json: cannot be written" in capsys.readouterr().err
-
-
 def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stress", *SMALL[:-1], "--requests", "5", "--json", "-"]) == 0
     shown = capsys.readouterr()

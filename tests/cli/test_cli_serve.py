@@ -19,7 +19,6 @@ import pytest
 from asynccache.cli import serve
 from asynccache.cli.main import main
 from asynccache.cli.serve import Options, rows
-from asynccache.errors import ConfigError
 from tests.host.host_kit import socket_path
 
 GIB = 1 << 30
@@ -49,36 +48,6 @@ def test_options_and_a_file_say_the_same(tmp_path: Path) -> None:
         assert one.stores == ["file:/var/kv", "redis://h"]
         assert one.limits == {"llama": 16 * GIB, "qwen/3": GIB}
     assert options("--config", str(file), "--memory", "1GiB").memory == GIB, "what is given here wins"
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--memory", "1GiB"], "--listen=(missing) must be unix:/PATH"),
-    (["--listen", "127.0.0.1:1", "--memory", "1GiB"], "must be unix:/PATH"),
-    (["--listen", "unix:/tmp/s"], "--memory is missing"),
-    (["--listen", "unix:/tmp/s", "--memory", "lots"], "--memory='lots' is no size"),
-    (["--listen", "unix:/nowhere/s", "--memory", "4KiB"], "a host process needs 1048576 bytes at least"),
-    (["--listen", "unix:/nowhere/s", "--memory", "2MiB"], "listen=unix:/nowhere/s: No such file or directory"),
-    (["--listen", "unix:/tmp/s", "--memory", "1GiB", "--limit", "16GiB"], "--limit=16GiB must be LABEL=SIZE"),
-    (["--listen", "unix:/tmp/s", "--memory", "1GiB", "--metrics", "here"], "--metrics=here must be HOST:PORT"),
-    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--storage", "teapot:x"], "unknown backend 'teapot'"),
-    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--storage", "none"], "there is nothing to attach"),
-    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--storage", "memory:", "--storage", "memory:"], "is attached"),
-    (["--listen", "unix:/tmp/s", "--memory", "2MiB", "--group", "no-such-group"], "there is no such group"),
-    (["--config", "/nowhere.toml"], "--config=/nowhere.toml:"),
-])  # fmt: skip
-def test_wrong_options_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.startswith("asynccache: ")
-    assert len(told.splitlines()) == 1
-
-
-def test_a_file_with_an_unknown_option(tmp_path: Path) -> None:
-    file = tmp_path / "serve.toml"
-    file.write_text("memmory = 1\n")
-    with pytest.raises(ConfigError, match="unknown option 'memmory'; one of events, events_replay"):
-        options("--config", str(file))
 
 
 def test_the_rows_say_what_is_wrong() -> None:

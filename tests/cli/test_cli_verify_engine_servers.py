@@ -214,18 +214,6 @@ def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -
         assert "does not answer within 1 s" in refused(url, "--timeout", "1")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [(["nonsense://x"], "is no address of a server"), (["http://x:99999"], "is no address"),
-     (["http://"], "is no address"),
-     (["http://x", "--length", "99999999"], "--length=99999999"), (["http://x", "--length", "1"], "--length=1"),
-     (["http://127.0.0.1:1"], "does not answer"), (["http://x", "--prompts", "0"], "--prompts=0"),
-     (["http://x", "--timeout", "0"], "--timeout=0"), (["http://x", "--tolerance", "-1"], "--tolerance=-1")],
-)  # fmt: skip
-def test_what_cannot_be_used_is_named(arguments: list[str], sentence: str) -> None:
-    assert sentence in refused(*arguments)
-
-
 def test_the_key_is_sent_to_the_server_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
     hit = told({"choices": [{"text": "x", "logprobs": SCORES}],
@@ -254,8 +242,6 @@ def test_a_flood_of_any_size_begins_at_once() -> None:
         with pytest.raises(TimeoutError):
             asyncio.run(begin())
     assert re.fullmatch(r"host: other prompts: [\d,]+ of [\d,]+ prompts", lines[-1])
-    assert "give a command, or an address or a number" in refused("http://x", "--flush-host", "9" * 40)
-    assert "give a command, or an address or a number" in refused("http://x", "--restart", " ")
 
 
 def test_a_prompt_that_the_context_does_not_hold_is_refused() -> None:

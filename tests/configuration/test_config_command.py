@@ -109,25 +109,6 @@ def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> Non
     ]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("= 3", "not TOML"), (None, "cannot be read: No such file"),
-    (f"x = {'[' * 5000}{']' * 5000}", "not TOML: maximum recursion depth exceeded"),
-])  # fmt: skip
-def test_check_of_what_is_no_file_is_a_sentence(kv: Path, text: str | None, message: str, capsys: Captured) -> None:
-    if text is None:
-        kv.unlink()
-    else:
-        kv.write_text(text)
-    assert main(["config", "check", str(kv)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"asynccache: {kv}: {message}")
-
-
-def test_check_needs_a_file_and_says_so(kv: Path, capsys: Captured) -> None:
-    assert main(["config", "check"]) == 2
-    assert "needs a FILE" in capsys.readouterr().err
-
-
 def test_the_schema_is_json(capsys: Captured) -> None:
     assert main(["config", "schema"]) == 0
     assert json.loads(capsys.readouterr().out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
@@ -234,22 +215,6 @@ def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
     broken(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
     assert main(["stress"]) == 2
     assert capsys.readouterr().err == "asynccache: /x/y: Permission denied\n"
-
-
-@pytest.mark.parametrize("arguments", [
-    ["store", "stat", "file:/no/such/folder/at/all"], ["store", "stat", "nothing:x"], ["store", "verify", "x"],
-    ["replay", "/no/such/trace.jsonl"], ["stress", "--json", "/no/such/folder/x.json"],
-    ["explain", "http://127.0.0.1:9", "--tokens", "1"], ["config", "show", "/no/such.toml"],
-])
-def test_no_bad_input_is_answered_with_a_traceback(arguments: list[str], capsys: Captured) -> None:
-    try:
-        status: object = main(arguments)
-    except SystemExit as end:
-        status = end.code
-    assert status in (1, 2)
-    said = capsys.readouterr().err
-    assert 1 <= len(said.splitlines()) <= 2
-    assert "Traceback" not in said
 
 
 def test_a_table_that_there_is_not_has_no_far_fetched_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
