@@ -219,31 +219,6 @@ def test_a_prefetch_below_what_no_host_holds_copies_nothing_and_leaves_no_effect
     run.audit(idle=True)
 
 
-def test_pages_that_storage_has_are_not_unsaved() -> None:
-    run = SynchronousRuntime(core_config(device=32, host=4))
-    run.insert("abcd")
-    run.insert("wxyz")
-    run.flush()
-    assert run.unsaved() == (0, 0)
-
-
-@pytest.mark.slow(1)
-def test_a_drain_of_a_large_tree_comes_in_slices() -> None:
-    run = SynchronousRuntime(core_config(
-        device=512, host=512, write_policy="write_back", write_back_watermark=0.0, slice_steps=16,
-    ))  # fmt: skip
-    for number in range(60):
-        run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
-    slices, walk = 0, run.core.walk()
-    while isinstance(answer := run.core.drain(walk), More):
-        run.perform(answer.plan)
-        slices += 1
-    run.perform(answer)
-    assert slices > 1
-    run.flush()
-    assert run.unsaved() == (0, 0)
-
-
 def drain_with(run: SynchronousRuntime, refused: set[bytes]) -> Unsaved:
     """Save what can be saved, as the runtime does, in a store that takes no page of ``refused``."""
     hopeless = 0
@@ -276,18 +251,6 @@ def test_a_page_that_storage_always_refuses_does_not_stop_the_drain_of_the_other
     for text in "abcdefghijklmn":
         run.insert(text)
     assert drain_with(run, refused) == (0, 1)
-    run.audit(idle=True)
-
-
-def test_nor_do_a_few_such_pages_that_are_the_coldest_of_the_host() -> None:
-    run = SynchronousRuntime(core_config(device=16, host=6, write_policy="write_back", write_back_watermark=0.0))
-    for text in "abcd":
-        run.insert(text)
-    refused = {page for text in "abcd" for page in run.chain(SPACE, spell(text))}
-    assert drain_with(run, refused) == (0, 4)
-    for text in "efghijklm":
-        run.insert(text)
-    assert drain_with(run, refused) == (0, 4)
     run.audit(idle=True)
 
 
@@ -393,17 +356,6 @@ def test_of_a_path_that_is_longer_than_the_host_the_start_is_saved() -> None:
     assert push_out is not None
     push_out.release()
     assert run.reach("abcdefgh") == (0, 3)
-    run.audit(idle=True)
-
-
-def test_a_prefetch_below_a_path_that_is_longer_than_the_host_is_skipped() -> None:
-    first = SynchronousRuntime(core_config())
-    first.insert("abcdefghijkl")
-    first.flush()
-    run = SynchronousRuntime(core_config(host=4), storage=first.storage)
-    run.insert("abcdefgh")
-    run.settle()
-    assert isinstance(open_fetch(run, spell("abcdefghijkl")), Skip)
     run.audit(idle=True)
 
 

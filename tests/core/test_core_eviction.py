@@ -15,7 +15,7 @@ import pytest
 from asynccache.core.cache import Grant
 from asynccache.core.eviction import Order, Recency, withdraw
 from asynccache.core.match import Matches
-from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
+from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Status
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root, walk
@@ -51,14 +51,6 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     run.match(spell("abcd"))
     take(run, 4)
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl")] == [4, 0, 4]
-
-
-def test_a_path_goes_leaf_first() -> None:
-    run = runtime(device=8, host=0)
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    take(run, 1)
-    assert run.reach("abcdefgh")[0] == 4
 
 
 def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
@@ -162,14 +154,6 @@ def test_dropping_an_only_copy_is_the_last_resort_and_counted() -> None:
             break
         run.fail(*run.in_flight(BackupHost))
     assert run.core.statistics().lost_pages == 8
-
-
-def test_pages_of_a_copy_in_flight_are_not_taken() -> None:
-    run = runtime(device=8, host=8)
-    run.insert("abcd")
-    assert run.in_flight(BackupHost)
-    assert run.lease(b"", new=32) is None
-    assert run.lease(b"", new=16) is not None
 
 
 def test_copies_of_what_stays_on_the_device_leave_the_host_first() -> None:
@@ -288,40 +272,9 @@ def end_all(run: SynchronousRuntime, works: bool) -> None:
         run.complete(op, status=Status.FAILED if fails else Status.DONE)
 
 
-def test_a_device_node_that_lost_its_host_copy_is_not_backed_up_any_more() -> None:
-    run = runtime(device=16, host=8)
-    for text in ("abcd", "efgh"):
-        run.insert(text)
-        run.settle()
-    run.insert("ijkl")
-    run.settle()
-    lost = [text for text in ("abcd", "efgh", "ijkl") if not holds_host(run, text)]
-    assert len(lost) == 1
-    run.audit(idle=True)
-
-
 def holds_host(run: SynchronousRuntime, text: str) -> bool:
     """Whether an event said so and none took it back."""
     return run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text)))
-
-
-def test_what_is_on_no_tier_leaves_the_tree_with_its_empty_ancestors() -> None:
-    run = runtime(device=8, host=0)
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    take(run, 8).release()
-    assert run.core.statistics().nodes == 0
-
-
-def test_swa_goes_alone_from_an_inner_node() -> None:
-    run = runtime("full,swa", device=16, host=0, window=8)
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    run.insert("mnopqrst")
-    take(run, 0)
-    request = run.lease(b"", new=2 * run.page)
-    assert request is not None
-    assert run.match(spell("abcdefgh")).full >= 16
 
 
 def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
@@ -381,44 +334,6 @@ def test_an_eviction_tells_that_pages_left_their_tier() -> None:
     assert [(e.medium, e.stored) for e in events] == [(Medium.GPU, False)]
     assert run.published_on(Medium.GPU) == set()
     assert len(run.published_on(Medium.CPU)) == 8
-
-
-def test_a_loads_source_is_not_evicted_from_the_host() -> None:
-    run = runtime(device=8, host=8)
-    run.insert("abcd")
-    run.settle()
-    take(run, 8).release()
-    reader = run.lease(spell("abcdX"))
-    assert reader is not None
-    assert run.in_flight(LoadBack)
-    run.insert("stu")
-    run.complete(*run.in_flight(BackupHost))
-    reader.verify()
-    run.settle()
-    reader.verify()
-    assert reader.ready
-
-
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
-def test_long_evictions_come_in_slices_that_each_pass_the_audit(components: str) -> None:
-    run = runtime(components, device=64, host=0, states=64, slice_steps=4)
-    for letter in "abcdefghijklmnopqrst":
-        run.insert(letter * 3)
-    run.settle()
-    audits = run.audits
-    take(run, 64)
-    assert run.audits > audits + 4
-
-
-def test_order_holds_at_any_size() -> None:
-    run = runtime(device=40, host=0)
-    texts = [chr(97 + i) + chr(65 + i) for i in range(20)]
-    for text in texts:
-        run.insert(text)
-    for text in reversed(texts):
-        run.match(spell(text))
-    take(run, 20)
-    assert [run.reach(text)[0] for text in texts] == [2] * 10 + [0] * 10
 
 
 def test_a_cell_that_was_used_since_it_began_to_wait_is_found_among_its_neighbours() -> None:

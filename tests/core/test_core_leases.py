@@ -82,15 +82,6 @@ def test_what_does_not_fit_now_waits_and_holds_nothing() -> None:
     assert run.lease(spell("wxyz")) is not None
 
 
-def test_a_lease_that_fails_on_one_pool_takes_nothing_from_the_others() -> None:
-    run = runtime("full,mamba", states=4)
-    first = granted(run, "abc", states=3)
-    before = run.core.statistics()
-    assert run.lease(spell("wxyz"), states=2) is None
-    assert run.core.statistics() == before
-    first.release()
-
-
 def test_release_is_idempotent() -> None:
     run = runtime()
     request = granted(run, "abc")
@@ -106,32 +97,6 @@ def test_a_release_tells_that_pages_are_free() -> None:
 
 
 # pins and splits
-
-
-def test_a_pinned_path_is_never_evicted() -> None:
-    run = runtime(device=12)
-    run.insert("abcdefgh")
-    run.flush()
-    reader = granted(run, "abcdefgX")
-    assert run.lease(spell("stuvw")) is None
-    assert run.lease(spell("stu")) is not None
-    reader.verify()
-    assert run.reach("abcdefg")[0] == 7
-
-
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
-def test_pins_are_exact_however_often_their_node_splits(components: str) -> None:
-    run = runtime(components, window=12)
-    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
-    readers = [granted(run, "abcdefghX") for _ in range(2)]
-    for splitter in ("abcdX", "abY", "abcdefZ", "abcdefgW"):
-        run.insert(splitter)
-    for reader in readers:
-        reader.verify()
-        reader.release()
-    run.flush()
-    run.audit(idle=True)
-    assert all(shelf.free + shelf.evictable == shelf.capacity for shelf in run.core.statistics().device)
 
 
 def test_a_swa_pin_covers_the_window_and_no_more() -> None:
@@ -212,31 +177,6 @@ def test_a_release_may_retire_its_own_pages() -> None:
     assert run.lease(b"", new=32) is not None
 
 
-def test_a_node_off_the_device_takes_the_fresh_pages() -> None:
-    run = evicted()
-    assert run.core.lease(run.ask(spell("z"))) is not None
-    request = run.lease(spell("abcdefgh"), limit=0)
-    assert request is not None
-    request.compute(32)
-    assert request.commit()
-    assert run.in_flight(Retire) == []
-    assert run.reach("abcdefgh") == (8, 8)
-    request.verify()
-
-
-def test_a_tombstone_in_the_window_takes_fresh_swa_pages() -> None:
-    run = runtime("full,swa", window=8, device=16, host=0)
-    run.insert("abcdefgh")
-    hog = run.lease(b"", new=32)
-    assert hog is not None
-    more = run.lease(b"", new=0)
-    assert more is not None
-    hog.release()
-    more.release()
-    run.insert("abcdefgh")
-    assert run.reach("abcdefgh") == (8, 8)
-
-
 def test_commit_waits_for_pages_on_their_way_that_it_does_not_hold() -> None:
     run = evicted(device=32)
     writer = run.lease(spell("abcdefgh"), limit=0)
@@ -282,18 +222,6 @@ def test_advance_keeps_full_pinned_and_lets_swa_of_the_match_go() -> None:
     run.audit(idle=True)
 
 
-def test_a_rest_that_lies_wholly_in_the_released_part_makes_no_leaf() -> None:
-    run = runtime("full,swa", window=4, host=0)
-    request = granted(run, "abcdefgh")
-    request.compute(32)
-    request.advance(32)
-    assert request.commit(tokens=16)
-    assert run.reach("abcdefgh") == (0, 0)
-    assert request.commit()
-    assert run.reach("abcdefgh") == (8, 8)
-    assert run.match(spell("abcdX")).device == 0
-
-
 def test_truncate_gives_back_rejected_tokens() -> None:
     run = runtime()
     request = granted(run, "abcd", new=16)
@@ -330,28 +258,6 @@ def test_a_hit_gets_a_private_copy_of_the_state() -> None:
     assert Slots.of(one.lease.states)[0] != Slots.of(two.lease.states)[0]
 
 
-def test_the_source_of_a_copy_is_pinned_until_it_is_done() -> None:
-    run = runtime("full,mamba", states=4)
-    run.insert("abcd", checkpoint=4)
-    run.settle()
-    one = granted(run, "abcdX", states=1)
-    one.release()
-    assert run.in_flight(Clone)
-    assert run.lease(spell("z"), states=4) is None
-    run.settle()
-    assert run.lease(spell("z"), states=4) is not None
-
-
-def test_a_cancelled_requests_state_is_not_free_while_the_copy_writes_it() -> None:
-    run = runtime("full,mamba", states=3, host=0)
-    run.insert("abcd", checkpoint=4)
-    one = granted(run, "abcdX", states=1)
-    one.release()
-    assert run.lease(spell("z"), states=2) is None
-    run.settle()
-    assert run.lease(spell("z"), states=2) is not None
-
-
 def test_a_second_checkpoint_for_the_same_end_comes_back() -> None:
     run = runtime("full,mamba")
     run.insert("abcd", checkpoint=4)
@@ -364,13 +270,6 @@ def test_a_second_checkpoint_for_the_same_end_comes_back() -> None:
     assert set(Slots.of(request.lease.states)) == slots, "the slot stays with the lease"
     assert request.commit(checkpoint=20)
     assert len(Slots.of(request.lease.states)) == 2
-
-
-def test_a_checkpoint_inside_the_path_splits_there() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=3)
-    assert run.reach("abcdefgh") == (3, 3)
-    run.audit()
 
 
 # load_back
@@ -414,27 +313,6 @@ def test_a_failed_load_tells_every_lease_how_much_is_good() -> None:
     again.verify()
 
 
-def test_a_load_that_fails_below_a_good_one_leaves_the_good_part() -> None:
-    run = runtime(device=16, host=64)
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    run.flush()
-    hog = granted(run, "uvwxyz", new=6 * 4)
-    hog.release()
-    first = granted(run, "abcdX")
-    second = granted(run, "abcdefghX")
-    loads = run.in_flight(LoadBack)
-    if len(loads) == 2:
-        run.complete(loads[0])
-        run.fail(loads[1])
-        assert first.lease.valid is None
-        assert second.lease.valid == 16
-    first.release()
-    second.release()
-    run.settle()
-    run.audit(idle=True)
-
-
 def test_a_failed_parents_load_takes_its_children_along() -> None:
     run = evicted(device=32)
     parent = granted(run, "abcdX")
@@ -452,27 +330,6 @@ def test_a_failed_parents_load_takes_its_children_along() -> None:
     assert run.reach("abcdefgh") == (0, 8)
 
 
-def test_a_cancelled_loads_pages_wait_for_the_copy() -> None:
-    run = evicted()
-    request = granted(run, "abcdefghX")
-    request.release()
-    assert len(run.in_flight(LoadBack)) == 1
-    assert run.lease(b"", new=16 * 4) is None
-    run.settle()
-    assert run.lease(b"", new=16 * 4) is not None
-
-
-def test_a_load_too_big_falls_back_to_the_device_match() -> None:
-    run = runtime(device=12, host=64)
-    run.insert("abcdefgh")
-    run.flush()
-    hog = granted(run, "stuvwxyz", new=16)
-    assert run.reach("abcdefgh")[1] == 8
-    request = run.lease(spell("abX"))
-    assert request is None or request.lease.cached == 0
-    hog.release()
-
-
 def test_a_minimum_worth_loading_never_holds_back_swa_or_mamba() -> None:
     run = evicted("full", load_back_threshold=1000)
     assert granted(run, "abcdefghX").lease.cached == 0
@@ -481,19 +338,6 @@ def test_a_minimum_worth_loading_never_holds_back_swa_or_mamba() -> None:
 
 
 # hints, namespaces, misuse
-
-
-def test_an_ended_conversation_goes_first() -> None:
-    run = runtime(device=12, host=0)
-    run.insert("abcd")
-    request = granted(run, "wxyz")
-    request.compute(16)
-    assert request.commit()
-    request.release(ended=True)
-    hog = granted(run, "stuvwX")
-    assert run.reach("wxyz")[0] < 4
-    assert run.reach("abcd") == (4, 4)
-    hog.release()
 
 
 def test_an_ended_conversation_goes_first_although_it_waits_in_an_order_already() -> None:
@@ -522,20 +366,6 @@ def test_an_ended_conversation_leaves_the_host_first_too() -> None:
     assert run.reach("efgh")[1] == 4
 
 
-def test_an_ended_conversation_leaves_the_shared_part_alone() -> None:
-    run = runtime(device=12, host=0)
-    run.insert("abcd")
-    run.insert("abcdef")
-    request = granted(run, "abcdwx")
-    request.compute(24)
-    assert request.commit()
-    request.release(ended=True)
-    hog = granted(run, "stuvX")
-    assert run.reach("abcdef") == (6, 6)
-    assert run.reach("abcdwx") == (4, 4)
-    hog.release()
-
-
 def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
     run = runtime()
     other = b"other".ljust(32)
@@ -558,20 +388,6 @@ def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
     run.audit(idle=True)
 
 
-def test_reset_forgets_everything() -> None:
-    run = runtime("full,swa,mamba")
-    run.insert("abcdefgh", checkpoint=8)
-    run.insert("abcdXY", checkpoint=6)
-    while not isinstance(plan := run.core.invalidate(None), Plan):
-        run.perform(plan.plan)
-    run.perform(plan)
-    run.settle()
-    run.audit(idle=True)
-    stats = run.core.statistics()
-    assert stats.nodes == 0
-    assert all(shelf.free == shelf.capacity for shelf in (*stats.device, *stats.host))
-
-
 def test_an_outcome_for_nothing_is_a_bug() -> None:
     from asynccache.core.plan import Outcome
 
@@ -583,41 +399,6 @@ def test_an_outcome_for_nothing_is_a_bug() -> None:
     run.complete(op)
     with pytest.raises(InvariantViolation):
         run.core.complete([Outcome(op, Status.DONE)])
-
-
-def test_commits_order_events_gpu_cpu_storage() -> None:
-    from asynccache.core.plan import Publish
-
-    run = runtime()
-    run.insert("abcd")
-    run.settle()
-    media = [e.medium.value for e in run.log if isinstance(e, Publish)]
-    assert media == ["GPU", "CPU", "STORAGE"]
-
-
-def test_commit_waits_for_swa_on_its_way_too() -> None:
-    run = runtime("full,swa", window=8, device=40)
-    for text in ("abcd", "abcdef", "abcdefghij"):
-        run.insert(text)
-    run.flush()
-    holder = granted(run, "abcdefghijX")
-    swa = run.ask(b"")._replace(reserve=0, reserve_swa=36 * run.page)
-    grant = run.core.lease(swa)
-    assert isinstance(grant, Grant)
-    run.perform(grant.plan)
-    run.perform(run.core.release(grant.lease))
-    writer = run.lease(spell("abcdef"), limit=0)
-    reader = granted(run, "abcdefX")
-    assert writer is not None
-    assert reader.lease.cached == 24
-    assert run.in_flight(LoadBack)
-    writer.compute(24)
-    if not writer.commit():
-        run.settle()
-        assert writer.commit()
-    run.settle()
-    for request in (writer, reader, holder):
-        request.verify()
 
 
 def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
@@ -699,31 +480,6 @@ def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
     run.audit(idle=True)
 
 
-def test_a_clone_outlives_the_failed_load_of_its_source() -> None:
-    run = runtime("full,mamba", device=16, host=8, states=4)
-    run.insert("ab", checkpoint=2)
-    run.insert("abcd", checkpoint=4)
-    run.flush()
-    everything = run.lease(b"", new=16 * run.page, states=4)
-    assert everything is not None
-    everything.release()
-    assert run.reach("abcd") == (0, 4)
-    request = granted(run, "abcde")
-    load, clone = run.in_flight(LoadBack)[0], run.in_flight(Clone)[0]
-    run.fail(load)
-    request.release()
-    for i in range(4):
-        text = "".join(chr(400 + 4 * i + j) for j in range(4))
-        run.insert(text)
-        for op in run.in_flight():
-            if op != clone:
-                run.complete(op)
-    assert run.reach("abcd")[1] <= 4
-    run.complete(clone, status=Status.FAILED)
-    run.settle()
-    run.audit(idle=True)
-
-
 def test_a_shorter_match_is_not_granted_while_a_longer_one_waits_for_a_backup() -> None:
     run = runtime(
         "full,mamba", device=16, states=4, storage=False, write_policy="write_back", write_back_watermark=0.0
@@ -746,16 +502,6 @@ def test_a_shorter_match_is_not_granted_while_a_longer_one_waits_for_a_backup() 
     request.release()
     run.settle()
     run.audit(idle=True)
-
-
-def test_a_state_that_a_stored_prefix_gains_after_a_split_is_stored_too() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcd", checkpoint=4)
-    run.flush()
-    run.insert("ab", checkpoint=2)
-    run.flush()
-    chain = run.chain(SPACE, spell("ab"))
-    assert (MAMBA, chain[1]) in run.storage
 
 
 def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
@@ -930,20 +676,6 @@ def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
     assert is_empty(run)
 
 
-def test_pages_of_a_batch_that_is_not_over_may_be_evicted_and_it_may_fail_after_that() -> None:
-    run = windowed(device=8, host=0)
-    publish(run, "abcd").release()
-    publish(run, "abxy").release()
-    other = run.lease(spell("uvwxyz"))
-    assert other is not None
-    assert reach(run, "abcd") <= 2
-    for op in computing(run):
-        run.complete(op)
-    assert reach(run, "abcd") == reach(run, "abxy") == 0
-    other.release()
-    assert is_empty(run)
-
-
 def test_the_lease_of_a_failed_batch_is_told_even_if_the_tree_had_all_its_pages() -> None:
     """Its next commit may rest on the same batch: the last page was begun in it."""
     run = windowed()
@@ -1006,47 +738,6 @@ def test_a_namespace_that_was_invalidated_meanwhile_still_tells_its_holders() ->
     holder.release()
     run.settle()
     run.core.follow_up()
-    run.audit(idle=True)
-
-
-def test_what_was_cut_off_is_not_taken_for_what_is_computed_anew() -> None:
-    """Both are below one parent and begin with the same page, for as long as somebody holds the old one."""
-    run = windowed()
-    run.insert("ab")
-    publish(run, "abcd").release()
-    holder = enter(run, "abcde")
-    run.complete(*computing(run))
-    run.insert("abcd")
-    assert reach(run, "abcd") == 4
-    assert len(run.published_on(Medium.GPU)) == 4
-    held = run.table(holder.lease, FULL)
-    fresh = enter(run, "abcde")
-    assert run.table(fresh.lease, FULL)[:2] == held[:2]
-    assert run.table(fresh.lease, FULL)[2:4] != held[2:4]
-    for running in (holder, fresh):
-        running.release()
-    run.settle()
-    run.audit(idle=True)
-    assert reach(run, "abcd") == 4
-    assert len(run.published_on(Medium.CPU)) == 4
-
-
-def test_a_load_above_a_failed_batch_stays_as_it_is() -> None:
-    run = windowed("full,swa", device=12, host=32, window=8)
-    run.insert("abcdef")
-    run.flush()
-    run.insert("uvwxyzuvwxyz"[:11])
-    run.flush()
-    assert run.reach("abcdef") == (0, 6)
-    holder = run.lease(spell("abcdefg"))
-    assert holder is not None
-    assert run.in_flight(LoadBack)
-    one = publish(run, "abcdefgh")
-    holder.release()
-    run.complete(*computing(run))
-    assert one.lease.valid == 6 * run.page
-    one.release()
-    run.settle()
     run.audit(idle=True)
 
 

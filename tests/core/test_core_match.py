@@ -31,12 +31,6 @@ def off_device(run: SynchronousRuntime, pages: int | None = None) -> None:
     big.release()
 
 
-def test_an_empty_tree_matches_nothing() -> None:
-    run = runtime("full,swa,mamba")
-    assert run.match(spell("abc")) == Match()
-    assert not run.match(b"").needs_load_back
-
-
 @pytest.mark.parametrize(
     ("prompt", "pages"), [("abcdef", 6), ("abcdefgh", 6), ("abc", 3), ("abX", 2), ("X", 0), ("", 0), ("bcd", 0)]
 )
@@ -91,40 +85,11 @@ def test_part_of_the_path_off_the_device() -> None:
 # SWA
 
 
-def test_swa_needs_an_unbroken_window_before_the_end() -> None:
-    run = runtime("full,swa", window=8)
-    run.insert("abcdefgh")
-    assert run.reach("abcdefgh") == (8, 8)
-    assert run.reach("abcdefX") == (6, 6)
-
-
 def test_a_prefix_shorter_than_the_window_needs_all_of_itself() -> None:
     run = runtime("full,swa", window=400)
     run.insert("abc")
     assert run.reach("abc") == (3, 3)
     assert run.reach("abX") == (2, 2)
-
-
-def tombstoned(window: int = 8, text: str = "abcdefgh", **options: Any) -> SynchronousRuntime:
-    """A path whose leaf's head lost its SWA: the request decoded on and let go of what left the window."""
-    run = runtime("full,swa", window=window, host=0, **options)
-    request = run.lease(spell(text))
-    assert request is not None
-    half = len(text) // 2 * run.page
-    request.compute(half)
-    request.advance(len(text) * run.page)
-    request.compute(len(text) * run.page)
-    assert request.commit()
-    request.release()
-    return run
-
-
-def test_a_match_cannot_end_where_the_window_has_a_hole() -> None:
-    run = tombstoned(window=4)
-    found = run.match(spell("abcdefgh"))
-    assert found.device == 32
-    assert run.match(spell("abcX")).device == 0
-    assert run.match(spell("abcX")).full == 12
 
 
 def test_full_says_how_far_full_alone_matched() -> None:
@@ -143,14 +108,6 @@ def test_mamba_matches_only_where_a_checkpoint_is() -> None:
     assert run.reach("abcdefgh") == (5, 5)
     assert run.reach("abcdeX") == (5, 5)
     assert run.reach("abcd") == (0, 0)
-
-
-def test_a_split_leaves_the_checkpoint_with_the_suffix() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=8)
-    run.insert("abcdX")
-    assert run.reach("abcdX") == (0, 0)
-    assert run.reach("abcdefgh") == (8, 8)
 
 
 def test_a_checkpoint_at_the_fork_makes_a_shared_prompt_hit() -> None:

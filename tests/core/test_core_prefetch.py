@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
-from asynccache.core.plan import BackupHost, BackupStorage, More, Plan, Status, Wait
+from asynccache.core.plan import BackupHost, BackupStorage, Status, Wait
 from asynccache.core.settings import CoreConfig
 from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
@@ -87,27 +87,6 @@ SHAPE = PrefetchShape(page_size=4, anchor=0, covered=0, length=32, window=8, swa
 )
 def test_needed_pages(shape: PrefetchShape, component: int, end: int, pages: Any) -> None:
     assert tuple(needed_pages(shape, component, end)) == tuple(pages)
-
-
-@pytest.mark.parametrize(
-    ("full", "swa", "mamba", "limit", "end"),
-    [
-        ("11111111", "11111111", "11111111", 32, 32),
-        ("11111111", "11111111", "11111111", 30, 28),
-        ("11111011", "11111111", "11111111", 32, 20),
-        ("11111111", "11111101", "11111111", 32, 24),
-        ("11111111", "11111110", "11111111", 32, 28),
-        ("11111111", "11111111", "00010000", 32, 16),
-        ("11111111", "11011111", "00110001", 32, 32),
-        ("11111111", "11011110", "00110001", 32, 0),
-        ("11111111", "00000000", "11111111", 32, 0),
-    ],
-)
-def test_usable_end_is_the_longest_where_every_pool_agrees(
-    full: str, swa: str, mamba: str, limit: int, end: int
-) -> None:
-    present = {name: [c == "1" for c in text] for name, text in (("full", full), ("swa", swa), ("mamba", mamba))}
-    assert usable_end(SHAPE, [("full", FULL), ("swa", SWA), ("mamba", MAMBA)], present, limit) == end
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -236,32 +215,6 @@ def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> Non
     assert_idle(run)
 
 
-def test_a_release_gives_everything_back() -> None:
-    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
-    before = host_free(run)
-    fetch = opened(run)
-    fetch.take_full(5)
-    fetch.take_full(3)
-    assert fetch.take_aux(32)
-    fetch.release()
-    assert host_free(run) == before
-    assert run.ended[fetch.op] is Status.FAILED
-    assert_idle(run)
-
-
-@pytest.mark.parametrize("end", [4, 16, 28, 32])
-def test_a_shorter_end_frees_the_rest(end: int) -> None:
-    run = stored()
-    before = host_free(run)
-    fetch = opened(run)
-    fetch.take_full(8)
-    fetch.take_aux(end)
-    fetch.commit(end)
-    assert run.reach(TEXT) == (0, end // 4)
-    assert host_free(run) == [before[0] - end // 4]
-    assert_idle(run)
-
-
 def test_an_unreadable_page_ends_it_before_that_page() -> None:
     run = stored()
     assert opened(run, unreadable={(FULL, 5)}).finish() == 20
@@ -279,17 +232,6 @@ def test_a_short_host_ends_it_where_the_host_does() -> None:
 # the anchor
 
 
-def test_it_hangs_below_what_the_host_has() -> None:
-    run = stored()
-    run.insert("abcd")
-    run.settle()
-    fetch = opened(run)
-    assert fetch.shape.anchor == 16
-    assert fetch.finish() == 32
-    read_back(run, TEXT, 8).release()
-    assert_idle(run)
-
-
 def test_the_anchors_backup_goes_first() -> None:
     run = stored()
     run.insert("abcd")
@@ -298,18 +240,6 @@ def test_the_anchors_backup_goes_first() -> None:
     assert set(answer.ops) == set(run.in_flight(BackupHost))
     run.settle()
     assert opened(run).finish() == 32
-
-
-def test_the_anchor_splits_where_the_keys_part() -> None:
-    run = stored()
-    run.insert("abcdXYZ")
-    run.settle()
-    fetch = opened(run)
-    assert fetch.shape.anchor == 16
-    run.insert("abQ")
-    assert fetch.finish() == 32
-    read_back(run, TEXT, 8).release()
-    assert_idle(run)
 
 
 def test_the_anchor_is_pinned() -> None:
@@ -328,19 +258,6 @@ def test_the_anchor_is_pinned() -> None:
 
 
 # the tree moved meanwhile
-
-
-def test_pages_that_appeared_meanwhile_make_ours_duplicates() -> None:
-    run = stored()
-    fetch = opened(run)
-    fetch.take_full(8)
-    run.insert("abcdef")
-    run.settle()
-    before = host_free(run)[0]
-    fetch.commit(32)
-    assert host_free(run)[0] == before + 6
-    read_back(run, TEXT, 8).release()
-    assert_idle(run)
 
 
 def test_nodes_without_host_data_adopt_ours() -> None:
@@ -367,20 +284,6 @@ def test_a_commit_waits_for_backups_on_its_way() -> None:
     run.perform(answer.plan)
     run.complete(*answer.ops)
     fetch.commit(32)
-    assert_idle(run)
-
-
-def test_a_namespace_invalidated_meanwhile_takes_nothing() -> None:
-    run = stored()
-    before = host_free(run)
-    fetch = opened(run)
-    fetch.take_full(8)
-    plan = run.core.invalidate(SPACE)
-    assert isinstance(plan, Plan)
-    run.perform(plan)
-    fetch.commit(32)
-    assert run.reach(TEXT) == (0, 0)
-    assert host_free(run) == before
     assert_idle(run)
 
 
@@ -413,28 +316,12 @@ def test_swa_one_page_short(page: int) -> None:
     assert_idle(run)
 
 
-def test_swa_one_page_short_takes_the_longest_shorter_end() -> None:
-    run = swa_store(missing=(7,))
-    assert opened(run).finish() == 28
-    read_back(run, TEXT, 7).release()
-    assert_idle(run)
-
-
 def test_swa_one_page_unreadable_after_it_was_seen() -> None:
     run = swa_store()
     before = host_free(run)
     assert opened(run, unreadable={(SWA, 6)}).finish() == 24
     assert host_free(run) == [before[0] - 6, before[1] - 3]
     read_back(run, TEXT, 6).release()
-    assert_idle(run)
-
-
-def test_swa_a_prompt_shorter_than_the_window() -> None:
-    run = swa_store(window=400, text="abc")
-    assert opened(run, "abc").finish() == 12
-    read_back(run, "abc", 3).release()
-    run = swa_store(window=400, text="abc", missing=(0,))
-    assert open_fetch(run, spell("abc")) == MISS
     assert_idle(run)
 
 
@@ -455,22 +342,6 @@ def test_swa_the_window_partly_in_the_anchor() -> None:
     before = host_free(run)
     assert fetch.finish() == 24
     assert host_free(run) == [before[0] - 2, before[1] - 2]
-    read_back(run, "abcdef", 6).release()
-    assert_idle(run)
-
-
-def test_swa_the_anchors_part_is_pinned_meanwhile() -> None:
-    run, fetch = anchored()
-    fetch.take_full(2)
-    everything = run.lease(b"", new=64 * run.page)
-    if everything is not None:
-        everything.release()
-    for text in ("mnopqrst", "MNOPQRST", "uvwxyz", "UVWXYZ", "0123456789", "ABCDEFGH", "IJKL"):
-        run.insert(text)
-        run.settle()
-    assert fetch.take_aux(24)
-    fetch.commit(24)
-    assert run.reach("abcdef")[1] == 6
     read_back(run, "abcdef", 6).release()
     assert_idle(run)
 
@@ -504,56 +375,6 @@ def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> Non
     assert_idle(run)
 
 
-def test_swa_the_anchors_part_evicted_before_it_began_is_fetched_or_nothing_is() -> None:
-    run = swa_store(window=16)
-    run.insert("abcd")
-    run.settle()
-    swa_only = run.core.lease(run.ask(b"")._replace(reserve=0, reserve_swa=64 * run.page))
-    assert isinstance(swa_only, Grant)
-    run.perform(swa_only.plan)
-    fetch = opened(run, "abcdef")
-    end = fetch.finish()
-    assert end == 24
-    assert run.reach("abcdef")[1] == 6
-    assert_idle_but_for_leases(run)
-
-
-def assert_idle_but_for_leases(run: SynchronousRuntime) -> None:
-    run.settle()
-    run.audit()
-    assert not any(run.core.statistics().operations.values())
-
-
-def test_swa_fills_a_host_tombstone_and_splits_at_its_start() -> None:
-    run = swa_store(window=8)
-    request = run.lease(spell(TEXT))
-    assert request is not None
-    request.compute(24)
-    request.advance(44)
-    assert request.commit()
-    request.release()
-    run.settle()
-    fetch = open_fetch(run, spell("abcdef"))
-    if isinstance(fetch, Fetch):
-        assert fetch.finish() == 24
-        read_back(run, "abcdef", 6).release()
-    assert_idle(run)
-
-
-def test_swa_a_tombstone_refilled_meanwhile_keeps_its_own() -> None:
-    run = swa_store(window=8)
-    fetch = opened(run)
-    fetch.take_full(8)
-    assert fetch.take_aux(32)
-    run.insert(TEXT)
-    run.settle()
-    before = host_free(run)
-    fetch.commit(32)
-    assert host_free(run) == [before[0] + 8, before[1] + 2]
-    read_back(run, TEXT, 8).release()
-    assert_idle(run)
-
-
 # MAMBA
 
 
@@ -561,28 +382,6 @@ def test_mamba_needs_the_state_at_its_end() -> None:
     run = stored(components="full,mamba", checkpoint=5)
     assert opened(run).finish() == 20
     read_back(run, TEXT, 5).release()
-    assert_idle(run)
-
-
-def test_mamba_without_any_state_fetches_nothing() -> None:
-    run = stored(components="full,mamba")
-    before = host_free(run)
-    assert open_fetch(run, spell(TEXT)) == MISS
-    assert host_free(run) == before
-    assert_idle(run)
-
-
-def test_mamba_a_state_that_came_meanwhile_stays_and_ours_goes_back() -> None:
-    run = stored(components="full,mamba", checkpoint=8)
-    fetch = opened(run)
-    fetch.take_full(8)
-    assert fetch.take_aux(32)
-    run.insert(TEXT, checkpoint=8)
-    run.settle()
-    before = host_free(run)
-    fetch.commit(32)
-    assert host_free(run) == [before[0] + 8, before[1] + 1]
-    read_back(run, TEXT, 8).release()
     assert_idle(run)
 
 
@@ -729,18 +528,6 @@ def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() 
     assert_nothing_leaked(run)
 
 
-def test_an_anchors_part_goes_once_the_fetch_was_released() -> None:
-    run = stored_narrow()
-    insert(run, "abcd")
-    lose(run, (0, 1, 2, 3))
-    fetch = opened_six(run)
-    fetch.take_full(2)
-    fetch.release()
-    push_out(run)
-    assert run.reach("abcd") == (0, 0)
-    assert_nothing_leaked(run)
-
-
 def tombstone() -> tuple[SynchronousRuntime, Fetch]:
     """All of FULL is on the host and none of SWA; a fetch brings the window."""
     run = stored_narrow(window=8)
@@ -752,13 +539,6 @@ def tombstone() -> tuple[SynchronousRuntime, Fetch]:
     assert fetch.usable() == len(SIX) * 4
     assert fetch.take_aux(24)
     return run, fetch
-
-
-def test_a_host_tombstone_is_filled() -> None:
-    run, fetch = tombstone()
-    fetch.commit(24)
-    assert run.reach(SIX) == (0, 6)
-    assert_read_back(run, SIX)
 
 
 @pytest.mark.parametrize("settled", [True, False], ids=["after its backup", "before its backup"])
@@ -874,18 +654,6 @@ def test_a_shared_page_stays_until_the_last_claim_is_dropped() -> None:
     run.audit(idle=True)
 
 
-def test_a_claim_is_counted_right_when_its_node_splits() -> None:
-    run = stored_texts("full,swa,mamba", host=8)
-    fetch(run, "abcd", 1)
-    run.insert("abcx")
-    run.settle()
-    run.audit()
-    assert run.core.statistics().splits == 1
-    assert run.reach("abcd")[1] == 4
-    drop(run, 1)
-    run.audit(idle=True)
-
-
 def test_a_prefetch_waits_for_room_that_is_claimed_and_holds_nothing() -> None:
     run = stored_texts(host=6)
     fetch(run, "abcd", 1)
@@ -967,17 +735,6 @@ def test_the_claim_of_the_request_that_came_last_goes_first(fetched: tuple[str, 
     assert (run.reach("abcd")[1], run.reach("efgh")[1]) == (4, 0)
     drop(run, 1, 2)
     run.settle()
-    run.audit(idle=True)
-
-
-def test_an_invalidated_namespace_keeps_no_claims() -> None:
-    run = stored_texts(host=8)
-    fetch(run, "abcd", 1)
-    while isinstance(answer := run.core.invalidate(SPACE), More):
-        run.perform(answer.plan)
-    run.perform(answer)
-    assert run.core.statistics().nodes == 0
-    drop(run, 1)
     run.audit(idle=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from asynccache.core import policies
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
-from asynccache.core.eviction import EvictionPolicy, Learned, Lru, Order, take
+from asynccache.core.eviction import EvictionPolicy, Learned, Lru, Order
 from asynccache.core.plan import More, Status
 from asynccache.core.policies import (
     _EDGES,
@@ -203,19 +203,6 @@ def test_a_node_takes_at_most_96_bytes_more_than_under_lru_besides_ghosts() -> N
     assert duel / watched <= 432, "as much as another ghost takes"
 
 
-def test_the_duel_knows_no_more_nodes_than_its_caches_have_room_for() -> None:
-    room = policies._MOST_PAGES
-    core = CacheCore(core_config(device=4 * room, host=0, eviction="p2c", publish=False))
-    policy = core.world.policy
-    assert isinstance(policy, P2c)
-    assert policy.duel._room == room, "of larger caches only some nodes are drawn"
-    run = runtime("p2c", device=64)
-    for now, text in conversations(400):
-        run.core.at(now)
-        run.insert(text)
-        assert what_is_learned(run).watched <= 2 * 64
-
-
 def test_the_line_of_ghosts_has_few_that_came_back_and_no_eviction_clears_all_of_it() -> None:
     """A small cache in a loop: every ghost comes back, and leaves again."""
     run = runtime("p2c", device=64)
@@ -269,20 +256,6 @@ def test_curves_tell_the_share_that_comes_back_before_an_age() -> None:
     assert list(once.again) == sorted(once.again)
     assert (learned.requests, learned.lessons) == (14, 0)
     assert len(once.again) == len(once.used) == len(once.reached) == len(once.worth) == len(learned.edges) == BINS
-
-
-def test_lessons_are_counted_and_make_worths_differ() -> None:
-    run = runtime("p2c", device=64)
-    for number, (now, text) in enumerate(conversations(300), 1):
-        run.core.at(now)
-        run.insert(text)
-        if number == 99:
-            learned = what_is_learned(run)
-            assert learned.lessons == 0
-            assert {worth for curve in learned.curves for worth in curve.worth} == {1.0}
-    learned = what_is_learned(run)
-    assert (learned.requests, learned.lessons) == (300, 3)
-    assert len({curve.worth for curve in learned.curves}) > 1
 
 
 def test_each_run_of_a_prompt_is_judged_and_what_was_ended_is_worth_nothing() -> None:
@@ -378,28 +351,6 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypa
         run.core.at(now)
         run.insert(text)
     assert chosen > 500
-
-
-def test_a_lead_is_over_when_others_are_as_cheap() -> None:
-    """The end of one queue was the cheapest by far. It has gone, and what is next there is worth more than the ends of
-    two other queues, which are equally cheap: both of them go before it."""
-    policy, second = P2c(core_config(device=40, page_size=512)), 1_000_000
-    policy.duel.leads = True
-    now, worth = 10_000 * second, policy.curves.worth
-    worth[0][bin_of(1_000 * second)], worth[0][bin_of(10 * second)] = 0.1, 0.5
-    worth[1][bin_of(1_000 * second)] = worth[2][bin_of(1_000 * second)] = 0.2
-    order, root = Order(0, policy.queues), Root(SPACE, 1)
-    names: dict[Node, str] = {}
-    for name, kind, age in (("cheap", 0, 1_000), ("dear", 0, 10), ("one", 1, 1_001), ("other", 2, 1_000)):
-        node = Node(b"", 1, root, 1)
-        names[node] = name
-        order.rest[kind].put(now - age * second, node)
-    gone = []
-    for _ in range(4):
-        node = policy.choose(order, now)               # type: ignore[assignment]
-        take(node, 0)
-        gone.append(names[node])
-    assert gone == ["cheap", "one", "other", "dear"]
 
 
 class Checked(EvictionPolicy):
@@ -557,18 +508,6 @@ def test_a_policy_is_made_for_the_core_that_it_serves(monkeypatch: pytest.Monkey
     assert seen == [run.core.config]
 
 
-def test_what_is_used_again_leaves_the_cohort_that_it_came_to() -> None:
-    """Also the request that ends a lesson, with which the next cohort begins."""
-    curves, second = Curves(), 1_000_000
-    curves.begin(0, 100.0)
-    curves.learn(5 * second)
-    curves.begin(0, 40.0)                              # used at 10 s, and then the lesson
-    curves.learn(10 * second)
-    curves.use(0, 10 * second, 11 * second, 40.0)
-    reached = curves.report(200 * second)[0].reached
-    assert all(after <= before for before, after in pairwise(reached))
-
-
 @pytest.mark.parametrize("alphabet", ["a", "ab", "abcdefgh"])
 def test_nothing_is_missed_that_never_waited_where_prompts_repeat_their_pages(alphabet: str) -> None:
     """Equal pages in a row: nodes that begin at different places of a prompt may have the same name as ghosts."""
@@ -595,9 +534,6 @@ def test_who_looks_at_what_was_learned_does_not_turn_the_clock() -> None:
 
 
 # The duel of ``p2c`` with ``lru``: who leads, what both small caches hold, and that the books of both are right.
-
-
-Text = Sequence[int]
 
 
 class Tree:
@@ -646,14 +582,6 @@ def test_both_hold_as_much_as_there_is_room_for_and_what_is_used_stays() -> None
         tree.use(text)
         assert max(held(tree)) <= 8
     assert held(tree) == (6, 6)
-
-
-def test_a_path_that_is_longer_than_the_room_is_held_while_it_is_used() -> None:
-    tree = new(4)
-    tree.use("abc", "def", "ghi")
-    assert held(tree) == (9, 9)
-    tree.use("jk")
-    assert held(tree) == (2, 2)
 
 
 def test_a_long_prompt_after_many_small_nodes_makes_room_in_several_calls() -> None:
@@ -736,17 +664,6 @@ def test_what_was_long_ago_counts_for_no_more_than_the_bound(pages: int, bound: 
         for text in range(pages // 2):
             tree.use(chr(0x4E00 + text) * 3)
     assert tree.duel.ahead == bound
-
-
-def test_of_a_node_that_was_divided_both_parts_are_known() -> None:
-    tree = new(12)
-    tree.use("abcd")
-    tree.use("ab", "xy")
-    assert held(tree) == (6, 6), "what was not used is there still"
-    assert len(tree.duel) == 3
-    tree.use("ab", "cd")
-    assert held(tree) == (6, 6)
-    assert len(tree.duel) == 3
 
 
 def test_of_a_node_that_was_divided_the_part_that_was_not_used_goes_first() -> None:
@@ -978,15 +895,6 @@ def test_what_would_go_from_the_host_before_all_that_is_there_is_not_copied_to_i
     assert run.reach("mnop") == (0, 0)
     assert on_host(run) == ["ijkl", "ABCD"], "which were there before"
     assert run.core.statistics().lost_pages == 0
-
-
-def test_what_storage_lacks_is_copied_to_the_host_all_the_same() -> None:
-    run = filled(storage=True)
-    run.insert("qrst")
-    run.settle()
-    run.flush()
-    stored = {digest for component, digest in run.storage if component == FULL}
-    assert stored >= set(run.chain(SPACE, spell("mnop", 512)))
 
 
 def make_room(run: SynchronousRuntime) -> None:

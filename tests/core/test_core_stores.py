@@ -128,93 +128,6 @@ def test_a_failed_copy_of_a_split_node_publishes_nothing_and_is_made_again(compo
     assert_root_first(run, stored_events(run.log, Medium.CPU))
 
 
-def test_a_failed_copy_gives_its_host_pages_back() -> None:
-    run = runtime(host=9)
-    run.insert("abcdefgh")
-    run.insert("abcdX")
-    run.fail(*run.in_flight(BackupHost))
-    run.settle()
-    run.flush()
-    run.audit(idle=True)
-    assert run.reach("abcdefgh") == (8, 8)
-
-
-def test_a_cancelled_request_changes_nothing_for_its_backup() -> None:
-    run = runtime()
-    request = run.lease(spell("abcdefgh"), new=16)
-    assert request is not None
-    request.compute(32)
-    assert request.commit()
-    backup = run.in_flight(BackupHost)
-    other = run.lease(spell("abcdX"))
-    assert other is not None
-    request.release()
-    other.release()
-    mark = len(run.log)
-    run.complete(*backup)
-    assert "".join(map(spelled, stored_events(since(run, mark), Medium.CPU))) == "abcdefgh"
-    run.settle()
-    assert all(stored(run, "abcdefgh"))
-    run.audit(idle=True)
-
-
-def test_the_suffix_evicted_right_after_the_ack_still_reaches_storage() -> None:
-    run = runtime(device=10, host=32)
-    run.insert("abcdefgh")
-    backup = run.in_flight(BackupHost)
-    run.insert("abcdX")
-    run.complete(*backup)
-    run.complete(*run.in_flight(BackupHost))
-    big = run.lease(spell("stuvwx"))
-    assert big is not None
-    assert run.reach("abcdefgh")[0] < 8
-    assert run.reach("abcdefgh")[1] == 8
-    run.complete(*run.in_flight(BackupStorage))
-    assert all(stored(run, "abcdefgh"))
-
-
-@pytest.mark.parametrize("components", ["full", "full,swa"])
-def test_a_lease_that_ends_inside_the_node_splits_it(components: str) -> None:
-    run = runtime(components, window=32)
-    run.insert("abcdefgh")
-    backup = run.in_flight(BackupHost)
-    reader = run.lease(spell("abcdXY"))
-    deeper = run.lease(spell("abcdefZ"))
-    assert reader is not None
-    assert deeper is not None
-    assert (reader.lease.cached, deeper.lease.cached) == (16, 24)
-    mark = len(run.log)
-    run.complete(*backup)
-    events = stored_events(since(run, mark), Medium.CPU)
-    assert [spelled(e) for e in events] == ["abcd", "ef", "gh"]
-    reader.release()
-    deeper.release()
-    run.settle()
-    assert all(stored(run, "abcdefgh"))
-    run.audit(idle=True)
-
-
-@pytest.mark.parametrize("child_first", [False, True])
-def test_a_failed_parent_takes_the_child_in_flight_with_it(child_first: bool) -> None:
-    run = runtime()
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    parent, child = run.in_flight(BackupHost)
-    if child_first:
-        run.complete(child)
-        assert stored_events(run.log, Medium.CPU) == []
-        run.fail(parent)
-    else:
-        run.fail(parent)
-        run.complete(child)
-    assert stored_events(run.log, Medium.CPU) == []
-    run.flush()
-    assert all(stored(run, "abcdefgh"))
-    events = stored_events(run.log, Medium.CPU)
-    assert "".join(map(spelled, events)) == "abcdefgh"
-    assert_root_first(run, events)
-
-
 def test_a_childs_ack_waits_for_its_parents() -> None:
     run = runtime()
     run.insert("abcd")
@@ -272,20 +185,6 @@ def test_auxiliary_components_are_stored_before_full() -> None:
             )
 
 
-def test_a_flushed_path_is_in_the_store_in_every_pool() -> None:
-    run = runtime("full,swa,mamba", window=12)
-    run.insert("abcdefgh", checkpoint=8)
-    run.insert("abcdXYZ", checkpoint=7)
-    run.flush()
-    assert all(stored(run, "abcdefgh"))
-    assert all(stored(run, "abcdXYZ"))
-    assert stored(run, "abcdefgh", SWA)[5:] == [True] * 3
-    assert stored(run, "abcdXYZ", SWA)[4:] == [True] * 3
-    assert stored(run, "abcdefgh", MAMBA)[7]
-    assert stored(run, "abcdXYZ", MAMBA)[6]
-    assert run.unsaved() == (0, 0)
-
-
 # policies
 
 
@@ -324,29 +223,11 @@ def test_write_back_saves_the_coldest_below_the_watermark() -> None:
     assert not any(stored(run, "ijkl"))
 
 
-def test_write_back_goes_parent_first() -> None:
-    run = runtime(device=16, host=64, write_policy="write_back", write_back_watermark=0.9)
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    run.settle()
-    assert_root_first(run, stored_events(run.log, Medium.CPU))
-
-
 def test_without_a_host_nothing_is_copied() -> None:
     run = runtime(host=0)
     run.insert("abcd")
     assert run.in_flight() == []
     assert run.reach("abcd") == (4, 4)
-
-
-def test_a_host_smaller_than_the_device_still_drains() -> None:
-    run = runtime(device=16, host=8)
-    run.insert("abcdefgh")
-    run.insert("abcdX")
-    run.insert("stuvw")
-    run.flush()
-    for text in ("abcdefgh", "abcdX", "stuvw"):
-        assert all(stored(run, text))
 
 
 def test_backups_beyond_the_limit_are_deferred_and_not_lost() -> None:
@@ -459,17 +340,6 @@ def test_a_store_that_is_only_read_is_given_nothing() -> None:
     fetch = open_fetch(run, spell("xyz"))
     assert isinstance(fetch, Fetch)
     assert fetch.finish() == 3 * run.page
-
-
-def test_a_second_store_gets_what_the_first_has() -> None:
-    run = storing(storage=True)
-    run.insert(TEXT)
-    run.flush()
-    assert in_store(run) == 8
-    run.storage.clear()  # what follows is the second one's
-    attach(run)
-    fill(run)
-    assert in_store(run) == 8
 
 
 def test_after_a_store_has_left_nothing_passes_for_stored() -> None:
@@ -612,16 +482,6 @@ def test_a_store_that_is_back_gets_what_it_missed_a_few_at_a_time() -> None:
     assert rounds == 5
     assert run.unsaved() == (0, 0)
     run.settle()
-    run.audit(idle=True)
-
-
-def test_a_host_of_few_pages_gets_stored_again_too() -> None:
-    run = SynchronousRuntime(core_config(device=16, host=8))
-    run.fail(*on_host(run, "ab"))
-    run.complete(*on_host(run, "cd"))
-    assert len(run.in_flight(BackupStorage)) == 1
-    run.settle()
-    assert run.unsaved() == (0, 0)
     run.audit(idle=True)
 
 
