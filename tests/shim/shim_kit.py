@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import NO_TOKEN, Batch, Chunk, Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache, CacheConfig, Full, Hits, Mamba, SlidingWindow
@@ -215,6 +216,17 @@ async def serving(
             await cache.flush()
             core: CacheCore = cache.core
             check(core)
+
+
+@asynccontextmanager
+async def stored(*prompts: Sequence[int], host: int = 64) -> AsyncIterator[MemoryBackend]:
+    """A store that has the pages of requests with these prompts."""
+    store = MemoryBackend()
+    async with serving(config(32, host), storage=store) as served:
+        for tokens in prompts:
+            await served.answer(tokens, 2)
+    yield store
+    await store.aclose()
 
 
 def hits(request: Request) -> Hits:

@@ -188,12 +188,6 @@ def play_all(seeds: range) -> None:
         play(seed)
 
 
-def is_seen() -> None:
-    """In one of the worlds."""
-    with pytest.raises((AssertionError, ConfigError)):
-        play_all(range(WORLDS))
-
-
 def _without_changes(old: Any, new: Any) -> TableChange | None:
     kept = min(len(old), len(new))
     return TableChange(kept, b"", payload._as_bytes(new[kept:]))
@@ -218,34 +212,25 @@ def _that_remembers(self: PayloadReader, content: bytes) -> Batch:
     return Batch(tuple(map(self._chunk, decoded.parts)), decoded.ended)
 
 
-DIFFERENCE, APPLIED = payload._difference, payload._applied
+def _from_its_start(self: PayloadWriter, chunk: Chunk) -> ChunkPart:
+    told = PART(self, chunk)
+    return structs.replace(told, tokens=payload._as_bytes(chunk.tokens[chunk.start : chunk.stop]))
 
 
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [("_difference", _without_changes), ("_difference", _that_never_shrink), ("_applied", _changed_in_place)],
-)
-def test_tables_that_are_told_wrongly_are_seen(
-    name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+DIFFERENCE, APPLIED, PART = payload._difference, payload._applied, PayloadWriter._part
+
+
+@pytest.mark.parametrize(("of", "name", "broken"), [
+    (payload, "_difference", _without_changes), (payload, "_difference", _that_never_shrink),
+    (payload, "_applied", _changed_in_place), (PayloadReader, "read", _that_remembers),
+    (PayloadWriter, "_part", _from_its_start),
+])  # fmt: skip
+def test_what_is_told_or_remembered_wrongly_is_seen(
+    of: Any, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload, name, broken)
-    is_seen()
-
-
-def test_a_reader_that_remembers_who_ended_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PayloadReader, "read", _that_remembers)
-    is_seen()
-
-
-def test_tokens_that_are_told_from_the_start_of_a_work_on_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = PayloadWriter._part
-
-    def from_its_start(self: PayloadWriter, chunk: Chunk) -> ChunkPart:
-        told = part(self, chunk)
-        return structs.replace(told, tokens=payload._as_bytes(chunk.tokens[chunk.start : chunk.stop]))
-
-    monkeypatch.setattr(PayloadWriter, "_part", from_its_start)
-    is_seen()
+    monkeypatch.setattr(of, name, broken)
+    with pytest.raises((AssertionError, ConfigError)):
+        play_all(range(WORLDS))
 
 
 # what it weighs
@@ -269,16 +254,10 @@ def test_a_step_of_decoding_weighs_little_however_long_the_request_is() -> None:
     "content",
     [
         b"", b"nonsense", encode([[], [[1]]]),
-        encode(Payload((), (ChunkPart(1, 0, 5, b"", None, None, b"", None, True, None),))),
-        encode(Payload((), (
-            ChunkPart(1, 0, 1, bytes(4), TableChange(3, b"", b""), None, b"", None, True, None),
-        ))),
-        encode(Payload((), (
-            ChunkPart(1, 0, 1, bytes(4), TableChange(0, b"123", bytes(4)), None, b"", None, True, None),
-        ))),
-        encode(Payload((), (
-            ChunkPart(1, 0, 1, bytes(4), TableChange(0, b"\xff" * 4 + bytes(4), bytes(4)), None, b"", None, True, None),
-        ))),
+        *(encode(Payload((), (ChunkPart(1, 0, stop, tokens, table, None, b"", None, True, None),)))
+          for stop, tokens, table in (
+              (5, b"", None), (1, bytes(4), TableChange(3, b"", b"")), (1, bytes(4), TableChange(0, b"123", bytes(4))),
+              (1, bytes(4), TableChange(0, b"\xff" * 4 + bytes(4), bytes(4))))),
     ],
     ids=shown,
 )  # fmt: skip

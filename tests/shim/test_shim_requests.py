@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import NO_TOKEN, Batch, Finish, Limits, Matched, Request, Scheduler, SchedulerConfig, State, queue
 from asynccache_shim.admission import (
     CacheShape,
@@ -34,14 +35,14 @@ from asynccache.testing.slow_backend import SlowBackend
 from tests.runtime.runtime_kit import text as numbered_text
 from tests.runtime.test_hung_storage import DEAF, SOON, Hangs, serve, timed
 from tests.runtime.test_hung_storage import play as over_a_store_that_hangs
-from tests.shim.shim_kit import PAGE, Served, config, continuation, hits, serving, text
+from tests.shim.shim_kit import PAGE, Served, config, continuation, hits, serving, stored, text
 from tests.simulated.loop import SimulatedLoop
 from tests.waiting import until
 
 # What a caller says of a request: whether it may be published, how long it may take, and that it begins as others.
 
 
-KINDS = [{}, {"swa": 48, "window": 8}, {"mamba": 12}]
+KINDS: list[Any] = [{}, {"swa": 48, "window": 8}, {"mamba": 12}]
 
 
 def broken() -> bool:
@@ -69,24 +70,16 @@ async def test_what_follows_something_unpublished_is_not_published_either(more: 
         assert hits(await served.answer(text(16), 3)).device <= 16
 
 
-async def test_a_request_that_was_retracted_is_published_again() -> None:
+async def test_requests_that_may_not_be_published_are_retracted_and_go_on_and_may_be_later() -> None:
     async with serving(config(16), step_tokens=16) as served:
         may = [False]
         crowd = [served.ask(text(3, seed=i), 6 * PAGE, publishes=lambda: may[0]) for i in range(3)]
         await until(lambda: any(request.retractions for request in crowd))
         may[0] = True
-        for request in crowd:
-            await request.done()
-        last = next(i for i, request in enumerate(crowd) if request.retractions)
-        assert hits(await served.answer(text(3, seed=last), 1)).device
-
-
-async def test_requests_that_may_not_be_published_are_retracted_and_go_on() -> None:
-    async with serving(config(16), step_tokens=16) as served:
-        crowd = [served.ask(text(3, seed=i), 6 * PAGE, publishes=lambda: False) for i in range(3)]
         for i, request in enumerate(crowd):
             assert await request.done() == continuation(text(3, seed=i), 6 * PAGE)
-        assert sum(request.retractions for request in crowd)
+        last = next(i for i, request in enumerate(crowd) if request.retractions)
+        assert hits(await served.answer(text(3, seed=last), 1)).device
 
 
 async def test_the_first_token_after_the_time_is_the_last() -> None:
@@ -97,15 +90,26 @@ async def test_the_first_token_after_the_time_is_the_last() -> None:
             assert request.finish is Finish.LENGTH
 
 
-@pytest.mark.parametrize("most", [-1.0, float("nan"), "soon"])
-def test_a_time_that_is_none_is_refused(most: Any) -> None:
-    with pytest.raises(ConfigError, match="max_time"):
-        Limits(5, max_time=most)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: Request([]), "tokens"), (lambda: Request([1, -2]), "tokens"), (lambda: Limits(0), "max_new_tokens"),
+    *((lambda most=most: Limits(5, max_time=most), "max_time") for most in (-1.0, float("nan"), "soon")),
+    (lambda: Request([1], publishes=3), "publishes=3 must be a function"),  # type: ignore[arg-type]
+    (lambda: Request([1], namespace="\ud800"), "request: .*namespace"),
+    (lambda: Request([1], namespace=5), "request: .*namespace"),  # type: ignore[arg-type]
+    (lambda: Request([1], priority="high"), "request: .*priority"),  # type: ignore[arg-type]
+    (lambda: Request([1], priority=None), "request: .*priority"),  # type: ignore[arg-type]
+])  # fmt: skip
+def test_what_nobody_could_use_is_refused_by_name(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
 
 
-def test_publishes_is_a_function() -> None:
-    with pytest.raises(ConfigError, match="publishes=3 must be a function"):
-        Request([1], publishes=3)  # type: ignore[arg-type]
+async def test_a_request_is_submitted_once_and_a_step_has_room_for_more_than_decoding() -> None:
+    async with serving(config(64)) as served:
+        with pytest.raises(ConfigError):
+            served.scheduler.submit(await served.answer(text(1), 1))
+        with pytest.raises(ConfigError):
+            Scheduler(served.cache, served.model, SchedulerConfig(step_tokens=8, max_running=8))
 
 
 @pytest.mark.parametrize("more", KINDS[:2])
@@ -156,117 +160,70 @@ async def test_who_comes_first_does_not_wait_for_what_a_later_one_computes() -> 
 SHAPE = CacheShape(page_size=4, window=16, capacity=SlotCounts(100, 40, 8))
 
 
-def test_the_shape_of_a_cache() -> None:
-    shape = shape_of(config(64, swa=12, window=10, mamba=3))
-    assert shape == CacheShape(PAGE, 10, SlotCounts(64, 12, 3))
-    assert shape_of(config(64)) == CacheShape(PAGE, 0, SlotCounts(64, 0, 0))
+WINDOWS = SHAPE._replace(capacity=SlotCounts(100, 8, 0))  # two of them
+LOADED = Matched(0, 40, host_hit_length=9, swa_host_hit_length=5, mamba_host_hit_length=1)
+NUMBERS: dict[str, tuple[Any, Any]] = {
+    "the shape of a cache": (shape_of(config(64, swa=12, window=10, mamba=3)),
+                             CacheShape(PAGE, 10, SlotCounts(64, 12, 3))),
+    "of FULL alone": (shape_of(config(64)), CacheShape(PAGE, 0, SlotCounts(64, 0, 0))),
+    "the chunk is larger than the window": (swa_budget(SHAPE, 100, 32, 50), 32 + 4),
+    "the window is larger than the chunk": (swa_budget(SHAPE, 100, 8, 50), 16 + 4),
+    "a short prompt will reach the window by decoding": (swa_budget(SHAPE, 6, 32, 50), 16 + 4),
+    "it never will": (swa_budget(SHAPE, 6, 32, 3), 9 + 4),
+    "not even while it prefills": (swa_budget(SHAPE, 6, 2, 0), 6 + 4),
+    "nothing to load": (demand(SHAPE, 32, 32, 0, Matched()), SlotCounts(8, 9, 2)),
+    "load-back is charged at the first gate, in whole pages": (
+        demand(SHAPE, 32, 32, 0, LOADED), SlotCounts(8 + 3, 9 + 2, 2 + 1)),
+    "the second gate leaves load-back to the lease": (offer(SHAPE, 100, 32, 10), LeaseOffer(32, 36, 2)),
+    "of less than a chunk": (offer(SHAPE._replace(window=0, capacity=SlotCounts(9)), 3, 32, 10), LeaseOffer(3, 1, 0)),
+    "alone without a match everything is offered": (
+        cut_offers(SHAPE, LeaseOffer(32, 36, 2), matched=0)[0], LeaseOffer(32, 36, 2)),
+    "alone the window of the own prefix is left out of the room": (
+        [cut_offers(WINDOWS, offer(WINDOWS, 100, 64, 10), matched=40)[at] for at in (0, -1)],
+        [LeaseOffer(16, 16, 0), LeaseOffer(4, 4, 0)]),
+    "an offer is cut to one page and one state": (cut_offers(SHAPE, LeaseOffer(40, 44, 2), 0)[-1], LeaseOffer(4, 4, 1)),
+    "or to less than a page": (cut_offers(SHAPE, LeaseOffer(2, 18, 2), 0)[-1], LeaseOffer(2, 2, 1)),
+    "a chunk goes to the end of a page": (chunk_stop(0, 100, 18, 4, ()), 16),
+    "or is all of it": (chunk_stop(0, 15, 18, 4, ()), 15),
+    "no page's end in reach": (chunk_stop(14, 100, 1, 4, ()), 15),
+    "not beyond a mark": ([chunk_stop(at, end, 64, 4, (20, 40)) for at, end in ((0, 100), (20, 100), (40, 43))],
+                          [20, 40, 43]),
+    "a chunk that does not fit is halved to a page": ([shorter(10, stop, 4) for stop in (64, 36, 20, 12)],
+                                                      [36, 20, 12, 12]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("extend", "remaining", "more", "tokens"),
-    [
-        (100, 32, 50, 32 + 4),  # the chunk is larger than the window
-        (100, 8, 50, 16 + 4),  # the window is larger than the chunk
-        (6, 32, 50, 16 + 4),  # a short prompt will reach the window by decoding
-        (6, 32, 3, 9 + 4),  # it never will
-        (6, 2, 0, 6 + 4),  # not even while it prefills
-    ],
-)
-def test_the_windows_budget(extend: int, remaining: int, more: int, tokens: int) -> None:
-    assert swa_budget(SHAPE, extend, remaining, more) == tokens
+@pytest.mark.parametrize("law", NUMBERS)
+def test_admission_on_numbers(law: str) -> None:
+    found, wanted = NUMBERS[law]
+    assert found == wanted
 
 
-def test_load_back_is_charged_at_the_first_gate_in_whole_pages() -> None:
-    free = demand(SHAPE, 32, 32, 0, Matched())
-    assert free == SlotCounts(8, 9, 2)
-    match = Matched(0, 40, host_hit_length=9, swa_host_hit_length=5, mamba_host_hit_length=1)
-    loading = demand(SHAPE, 32, 32, 0, match)
-    assert loading == SlotCounts(8 + 3, 9 + 2, 2 + 1)
+@pytest.mark.parametrize(("room", "wanted", "through"), [
+    ((5, 4, 1), (7, 6, 1), True), ((5, 4, 1), (6, 6, 1), False), ((5, 4, 1), (7, 5, 1), False),
+    ((5, 4, 1), (7, 6, 0), False), ((5,), (7,), True),
+])  # fmt: skip
+def test_the_first_gate_keeps_a_page_for_each_that_grows(room: Any, wanted: Any, through: bool) -> None:
+    assert passes(SlotCounts(*room), SlotCounts(*wanted), 2) is through
 
 
-def test_the_second_gate_leaves_load_back_to_the_lease() -> None:
-    assert offer(SHAPE, 100, 32, 10) == LeaseOffer(chunk=32, swa_chunk=36, states=2)
-    small = SHAPE._replace(window=0, capacity=SlotCounts(9))
-    assert offer(small, 3, 32, 10) == LeaseOffer(chunk=3, swa_chunk=1, states=0)
-
-
-def test_the_first_gate_keeps_a_page_for_each_that_grows() -> None:
-    assert passes(SlotCounts(5, 4, 1), SlotCounts(7, 6, 1), 2)
-    assert not passes(SlotCounts(5, 4, 1), SlotCounts(6, 6, 1), 2)
-    assert not passes(SlotCounts(5, 4, 1), SlotCounts(7, 5, 1), 2)
-    assert not passes(SlotCounts(5, 4, 1), SlotCounts(7, 6, 0), 2)
-    assert passes(SlotCounts(5), SlotCounts(7), 2)
-
-
-def test_alone_the_window_of_the_own_prefix_is_left_out_of_the_room() -> None:
-    two_windows = SHAPE._replace(capacity=SlotCounts(100, 8, 0))
-    cut = cut_offers(two_windows, offer(two_windows, 100, 64, 10), matched=40)
-    assert cut[0] == LeaseOffer(chunk=16, swa_chunk=16, states=0)
-    assert cut[-1] == LeaseOffer(chunk=4, swa_chunk=4, states=0)
-
-
-def test_alone_without_a_match_everything_is_offered() -> None:
-    assert cut_offers(SHAPE, LeaseOffer(32, 36, 2), matched=0)[0] == LeaseOffer(32, 36, 2)
-
-
-def test_an_offer_is_cut_to_one_page_and_one_state() -> None:
-    chunks = [terms.chunk for terms in cut_offers(SHAPE, LeaseOffer(40, 44, 2), 0)]
-    assert chunks == sorted(chunks, reverse=True)
-    assert cut_offers(SHAPE, LeaseOffer(40, 44, 2), 0)[-1] == LeaseOffer(4, 4, 1)
-    assert cut_offers(SHAPE, LeaseOffer(2, 18, 2), 0)[-1] == LeaseOffer(2, 2, 1)
-
-
-def test_what_could_not_run_alone_is_refused() -> None:
-    check_fits(SHAPE, 400)
-    with pytest.raises(CacheFull, match="FULL"):
-        check_fits(SHAPE, 401)
-    check_fits(SHAPE._replace(capacity=SlotCounts(100, 6, 0)), 400)
-    with pytest.raises(CacheFull, match="window"):
-        check_fits(SHAPE._replace(capacity=SlotCounts(100, 5, 0)), 400)
-    check_fits(SHAPE._replace(capacity=SlotCounts(100, 5, 0)), 20)
-
-
-class Item:
-    def __init__(self, priority: int, order: int) -> None:
-        self.priority = priority
-        self.order = order
+@pytest.mark.parametrize(("capacity", "tokens", "said"), [
+    ((100, 40, 8), 400, ""), ((100, 40, 8), 401, "FULL"), ((100, 6, 0), 400, ""), ((100, 5, 0), 400, "window"),
+    ((100, 5, 0), 20, ""),
+])  # fmt: skip
+def test_what_could_not_run_alone_is_refused(capacity: Any, tokens: int, said: str) -> None:
+    with pytest.raises(CacheFull, match=said) if said else nullcontext():
+        check_fits(SHAPE._replace(capacity=SlotCounts(*capacity)), tokens)
 
 
 def test_rank_and_victim() -> None:
-    items = [Item(0, 1), Item(1, 4), Item(0, 2), Item(1, 3)]
+    items = [SimpleNamespace(priority=priority, order=order) for priority, order in ((0, 1), (1, 4), (0, 2), (1, 3))]
     assert [item.order for item in by_rank(items)] == [3, 4, 1, 2]
-    loser = victim(items)
-    assert loser is not None
-    assert loser.order == 2
+    assert victim(items) is items[2]
     assert victim([]) is None
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "budget", "marks", "stop"),
-    [
-        (0, 100, 18, (), 16),  # to the end of a page
-        (0, 15, 18, (), 15),  # all of it
-        (14, 100, 1, (), 15),  # no page's end in reach
-        (0, 100, 64, (20, 40), 20),  # not beyond a mark
-        (20, 100, 64, (20, 40), 40),
-        (40, 43, 64, (20, 40), 43),
-    ],
-)
-def test_where_a_chunk_stops(start: int, end: int, budget: int, marks: tuple[int, ...], stop: int) -> None:
-    assert chunk_stop(start, end, budget, 4, marks) == stop
-
-
-def test_a_chunk_that_does_not_fit_is_halved_to_a_page() -> None:
-    stops = [64]
-    while (less := shorter(10, stops[-1], 4)) < stops[-1]:
-        stops.append(less)
-    assert stops == [64, 36, 20, 12]
-
-
 # No request spoils it for the others: bad input, models that misbehave, requests that come while another one waits.
-
-
-MODEL_KINDS: list[Any] = [{}, {"swa": 32}, {"swa": 32, "mamba": 8}]
 
 
 def answering(served: Served, change: Any) -> None:
@@ -277,15 +234,6 @@ def answering(served: Served, change: Any) -> None:
         return change(batch, forward(batch))
 
     served.model.forward = changed  # type: ignore[method-assign]
-
-
-# bad input
-
-
-@pytest.mark.parametrize("terms", [{"namespace": "\ud800"}, {"namespace": 5}, {"priority": "high"}, {"priority": None}])
-def test_terms_that_nobody_could_use_are_refused(terms: Any) -> None:
-    with pytest.raises(ConfigError, match=f"request: .*{next(iter(terms))}"):
-        Request([1], **terms)
 
 
 async def test_a_submission_that_fails_leaves_nothing_behind() -> None:
@@ -316,17 +264,7 @@ async def test_a_submission_to_a_closed_cache_ends_the_request() -> None:
 # models
 
 
-async def test_a_model_that_stops_an_iteration_is_an_error_and_no_hang() -> None:
-    """asyncio cannot carry StopIteration in a future; whoever waited for it would wait for ever."""
-    async with serving(config(64)) as served:
-        answering(served, lambda batch, answer: next(iter(())))
-        request = served.ask(text(3), 2)
-        async with asyncio.timeout(10):
-            with pytest.raises(RuntimeError, match="StopIteration"):
-                await request.done()
-
-
-async def test_tokens_may_be_a_tensor() -> None:
+async def test_tokens_may_be_a_tensor_and_a_stop_token_ends_the_output() -> None:
     expected = continuation(text(3), 8)
     async with serving(config(64)) as served:
         answering(served, lambda batch, answer: torch.tensor(answer))
@@ -334,24 +272,23 @@ async def test_tokens_may_be_a_tensor() -> None:
         output = await request.done()
         assert output == expected[: expected.index(expected[4]) + 1]
         assert all(type(token) is int for token in output)
+        assert request.finish is Finish.STOP
 
 
-@pytest.mark.parametrize("token", [-1, -5, 2**31])
-async def test_a_token_that_is_none_ends_the_batch_and_not_the_scheduler(token: int) -> None:
-    async with serving(config(64)) as served:
+@pytest.mark.parametrize(("change", "error"), [
+    (lambda answer: next(iter(())), "StopIteration"),  # which asyncio cannot carry in a future: a hang
+    *((lambda answer, token=token: [token] * len(answer), "model: token") for token in (-1, -5, 2**31)),
+    (lambda answer: [-5 for _ in answer], "sample=False"),
+])  # fmt: skip
+async def test_a_model_that_misbehaves_ends_the_batch_and_not_the_scheduler(change: Any, error: str) -> None:
+    async with serving(config(64), step_tokens=12) as served:
         forward = served.model.forward
-        answering(served, lambda batch, answer: [token] * len(answer))
-        with pytest.raises(ConfigError, match="model: token"):
-            await served.ask(text(3), 2).done()
+        answering(served, lambda batch, answer: change(answer))
+        async with asyncio.timeout(10):
+            with pytest.raises((RuntimeError, ConfigError), match=error):
+                await served.ask(text(8 if error == "sample=False" else 3), 2).done()
         served.model.forward = forward  # type: ignore[method-assign]
         await served.answer(text(3), 2)
-
-
-async def test_a_token_that_was_not_asked_for_is_an_error() -> None:
-    async with serving(config(64), step_tokens=12) as served:
-        answering(served, lambda batch, answer: [-5 for _ in answer])
-        with pytest.raises(ConfigError, match="sample=False"):
-            await served.ask(text(8), 2).done()
 
 
 # who comes while another one waits in the cache's line
@@ -372,11 +309,8 @@ async def test_who_waits_alone_in_line_is_overtaken_by_a_more_important_one() ->
 
 
 async def test_who_waits_alone_is_overtaken_when_the_more_important_one_has_been_fetched() -> None:
-    store = MemoryBackend()
-    async with serving(config(32, 64), storage=store) as served:
-        await served.answer(text(3, extra=1), 2)
-        await served.cache.flush()
-    async with serving(config(16, 64), storage=SlowBackend(store, 0.01)) as served:
+    async with (stored(text(3, extra=1)) as store,
+                serving(config(16, 64), storage=SlowBackend(store, 0.01)) as served):  # fmt: skip
         async with served.cache.lease(text(12, seed=5)):
             high = served.ask(text(3, extra=1), 1, priority=1)
             low = served.ask(text(10, seed=1), 1)
@@ -385,15 +319,11 @@ async def test_who_waits_alone_is_overtaken_when_the_more_important_one_has_been
             assert hits(high).storage == 3 * PAGE
             assert low.finish is None
         assert await low.done() == continuation(text(10, seed=1), 1)
-    await store.aclose()
 
 
 async def test_an_abort_behind_one_that_waits_alone_takes_effect_at_once() -> None:
-    store = MemoryBackend()
-    async with serving(config(32, 64), storage=store) as served:
-        await served.answer(text(8, extra=1), 2)
-        await served.cache.flush()
-    async with serving(config(16, 64), storage=SlowBackend(store, 0.05)) as served:
+    async with (stored(text(8, extra=1)) as store,
+                serving(config(16, 64), storage=SlowBackend(store, 0.05)) as served):  # fmt: skip
         async with served.cache.lease(text(12, seed=5)):
             low = served.ask(text(10, seed=1), 1)
             await until(lambda: served.cache.statistics().waiting == 1)
@@ -402,7 +332,6 @@ async def test_an_abort_behind_one_that_waits_alone_takes_effect_at_once() -> No
             await until(lambda: served.cache.statistics().prefetches["cancelled"] == 1)
             assert low.finish is None
         await low.done()
-    await store.aclose()
 
 
 @pytest.mark.parametrize("error", [None, CacheClosed("over")])
@@ -458,7 +387,7 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
 # forgetting
 
 
-@pytest.mark.parametrize("more", MODEL_KINDS)
+@pytest.mark.parametrize("more", [{}, {"swa": 32}, {"swa": 32, "mamba": 8}])
 @pytest.mark.parametrize("everything", [False, True])
 async def test_forgetting_while_requests_run_changes_no_token(more: Any, everything: bool) -> None:
     """Retractions among them: what they come back for is gone."""
@@ -474,14 +403,6 @@ async def test_forgetting_while_requests_run_changes_no_token(more: Any, everyth
         for i, request in enumerate(requests):
             assert await request.done() == continuation(text(4, seed=i), 40)
         assert requests[1].retractions >= 1
-
-
-async def test_a_window_longer_than_its_pool_is_refused_before_anything_is_taken() -> None:
-    async with serving(config(64, swa=4, window=4 * PAGE)) as served:
-        with pytest.raises(CacheFull, match="a window of 16 takes 6 pages"):
-            served.ask(text(8), 1)
-        assert served.cache.statistics().device["full"].free == 64
-        await served.answer(text(2), 4)
 
 
 # A store that hangs holds up no request of the scheduler but those that ask for its pages, and those for no longer

@@ -1,16 +1,12 @@
-"""The scheduler on the real cache, its leases and checkpoints, and the example of docs/scheduler.md."""
+"""The scheduler on the real cache: batching, hits from every tier, growth, retraction, priorities, aborts, failures;
+and the abilities of a lease that it needs."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +19,8 @@ from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
 from asynccache.testing.slow_backend import SlowBackend
-from tests.shim.shim_kit import PAGE, PatternModel, Served, config, continuation, hits, push_out, serving, text
+from tests.shim.shim_kit import PAGE, PatternModel, Served, config, continuation, hits, push_out, serving, stored, text
 from tests.waiting import turns, until
-
-# The scheduler on the real cache: batching, hits from every tier, growth, retraction, priorities, aborts, failures.
-
 
 KINDS: list[Any] = [{}, {"swa": 32}, {"swa": 32, "mamba": 8}, {"mamba": 8}]
 
@@ -47,55 +40,21 @@ async def held_up(served: Served) -> AsyncIterator[None]:
 # streams and hits
 
 
-async def test_a_request_streams_what_the_model_says() -> None:
-    async with serving(config()) as served:
-        request = served.ask(text(3, extra=1), 6)
-        assert [token async for token in request] == continuation(text(3, extra=1), 6)
-        assert [token async for token in request] == request.output
-        assert request.finish is Finish.LENGTH
-
-
-async def test_a_stop_token_ends_the_output() -> None:
-    expected = continuation(text(3), 8)
-    stop = expected[4]
-    async with serving(config()) as served:
-        request = served.scheduler.submit(Request(text(3), Limits(8, frozenset({stop}))))
-        assert await request.done() == expected[: expected.index(stop) + 1]
-        assert request.finish is Finish.STOP
-
-
 @pytest.mark.parametrize("more", KINDS)
-async def test_a_prefix_is_computed_once(more: Any) -> None:
-    async with serving(config(64, **more), step_tokens=16) as served:
-        prompt = text(20, extra=2)
-        first = await served.answer(prompt, 5)
-        computed = served.model.computed
-        second = await served.answer(prompt, 5)
-        assert hits(first).device == 0
-        assert hits(second).device == 20 * PAGE
-        assert served.model.computed - computed == 2 + 4
-
-
-@pytest.mark.parametrize("more", KINDS)
-async def test_a_prefix_comes_back_from_the_host(more: Any) -> None:
+async def test_a_prefix_is_computed_once_and_comes_back_from_the_host(more: Any) -> None:
     async with serving(config(64, 256, **more), step_tokens=16) as served:
         prompt = text(20, extra=2)
-        await served.answer(prompt, 5)
+        first = await served.answer(prompt, 2 * PAGE + 2)
+        computed = served.model.computed
+        assert hits(await served.answer(prompt, 5)) == (20 * PAGE, 0, 0)
+        assert served.model.computed - computed == 2 + 4
+        turn = await served.answer([*prompt, *first.output, 5], 3)
+        assert hits(turn).device == (20 if "mamba" in more else 22) * PAGE, "its own output is a prefix, too"
         await push_out(served.cache)
         again = await served.answer(prompt, 5)
-        assert again.match.host_hit_length == 20 * PAGE
+        assert again.match.host_hit_length == hits(again).host == 20 * PAGE
         assert again.match.swa_host_hit_length == (2 * PAGE if "swa" in more else 0)
         assert again.match.mamba_host_hit_length == (1 if "mamba" in more else 0)
-        assert hits(again).host == 20 * PAGE
-
-
-@pytest.mark.parametrize("more", KINDS)
-async def test_a_conversation_goes_on_from_its_own_output(more: Any) -> None:
-    async with serving(config(64, **more)) as served:
-        prompt = text(4)
-        first = await served.answer(prompt, 2 * PAGE + 1)
-        again = await served.answer([*prompt, *first.output, 5], 3)
-        assert hits(again).device == 6 * PAGE
 
 
 async def test_a_conversation_that_has_ended_leaves_first() -> None:
@@ -127,30 +86,30 @@ async def test_requests_at_the_same_time_share_a_step() -> None:
 # chunks
 
 
-async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on() -> None:
+@pytest.mark.parametrize("priority", [0, 1])
+async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on(priority: int) -> None:
+    """Also beside the prefill of a more important one."""
     async with serving(config(64), step_tokens=20, max_running=4) as served:
-        short = served.ask(text(1), 30)
+        short = served.ask(text(1), 60)
         await until(lambda: len(short.output) > 2)
-        long = served.ask(text(30, seed=1), 2)
-        await asyncio.gather(short.done(), long.done())
-        totals = [sum(chunk.stop - chunk.start for chunk in batch.chunks) for batch in served.model.batches]
-        assert max(totals) <= 20
-        mixed = [b for b in served.model.batches if any(w.stop - w.start > 1 for w in b.chunks) and len(b.chunks) == 2]
-        assert len(mixed) >= 5
+        await served.answer(text(30, seed=1), 2, priority=priority)
+        batches = served.model.batches
+        assert max(sum(chunk.stop - chunk.start for chunk in batch.chunks) for batch in batches) <= 20
+        beside = [batch for batch in batches if any(chunk.request_id == 2 for chunk in batch.chunks)]
+        assert len(beside) >= 6
+        assert all(any(chunk.request_id == 1 for chunk in batch.chunks) for batch in beside)
+
+
+def kept(served: Served) -> list[int]:
+    """Where states were kept."""
+    return [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
 
 
 async def test_states_are_kept_where_chunks_end() -> None:
     async with serving(config(64, mamba=16), step_tokens=16, max_running=4) as served:
         await served.answer(text(12), 2)
-        kept = [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
-        assert kept == [16, 32, 44, 48]
-        branch = await served.answer([*text(9), 1, 2, 3], 2)
-        assert hits(branch).device == 32
-
-
-async def test_without_a_slot_for_it_a_checkpoint_is_left_out() -> None:
-    async with serving(config(64, mamba=2), step_tokens=16, max_running=4) as served:
-        await asyncio.gather(*(served.answer(text(12, seed=i), 6) for i in range(3)))
+        assert kept(served) == [16, 32, 44, 48]
+        assert hits(await served.answer([*text(9), 1, 2, 3], 2)).device == 32
 
 
 async def test_a_long_output_holds_one_window() -> None:
@@ -165,18 +124,7 @@ async def test_a_long_output_holds_one_window() -> None:
 async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
     async with serving(config(64, mamba=16), checkpoint_every=20) as served:
         await served.answer(text(3), 80)
-        kept = [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
-        assert kept == [8, 12, 32, 52, 72]
-
-
-async def test_decoding_goes_on_beside_the_prefill_of_a_more_important_one() -> None:
-    async with serving(config(64), step_tokens=20, max_running=4) as served:
-        low = served.ask(text(1), 60)
-        await until(lambda: len(low.output) > 2)
-        await served.answer(text(30, seed=1), 2, priority=1)
-        beside = [b for b in served.model.batches if any(w.request_id == 2 for w in b.chunks)]
-        assert len(beside) >= 6
-        assert all(any(w.request_id == 1 for w in b.chunks) for b in beside)
+        assert kept(served) == [8, 12, 32, 52, 72]
 
 
 async def test_what_two_computed_at_once_is_kept_once() -> None:
@@ -193,11 +141,16 @@ async def test_what_two_computed_at_once_is_kept_once() -> None:
 # admission
 
 
-async def test_a_prompt_longer_than_the_pools_is_refused_before_anything_is_taken() -> None:
-    async with serving(config(8)) as served:
-        with pytest.raises(CacheFull):
+@pytest.mark.parametrize(("pools", "said"), [
+    (config(8), "FULL"), (config(64, swa=4, window=4 * PAGE), "a window of 16 takes 6 pages"),
+])  # fmt: skip
+async def test_what_could_never_run_is_refused_before_anything_is_taken(pools: Any, said: str) -> None:
+    async with serving(pools) as served:
+        free = served.cache.statistics().device["full"].free
+        with pytest.raises(CacheFull, match=said):
             served.ask(text(8), 2)
-        await served.answer(text(8), 1)
+        assert served.cache.statistics().device["full"].free == free
+        await served.answer(text(2), 4)
 
 
 async def test_alone_a_request_is_admitted_beside_the_window_of_its_own_prefix() -> None:
@@ -266,61 +219,41 @@ async def test_the_model_hears_who_is_gone() -> None:
 
 
 async def test_storage_is_read_at_arrival() -> None:
-    store = MemoryBackend()
-    async with serving(config(32, 64), storage=store) as served:
-        await served.answer(text(20, extra=1), 2)
-        await served.cache.flush()
-    async with serving(config(32, 64), storage=store) as served:
-        request = await served.answer(text(20, extra=1), 2)
-        assert hits(request).storage == 20 * PAGE
+    async with stored(text(20, extra=1)) as store, serving(config(32, 64), storage=store) as served:
+        assert hits(await served.answer(text(20, extra=1), 2)).storage == 20 * PAGE
         assert served.model.computed == 2
-    await store.aclose()
 
 
 async def test_a_prefetch_that_was_refused_for_now_is_tried_again() -> None:
     """The quota lets one of these in at a time."""
-    store = MemoryBackend()
-    async with serving(config(32, 128), storage=store) as served:
-        for seed in range(3):
-            await served.answer(text(10, seed=seed, extra=1), 1)
-        await served.cache.flush()
-    slow = SlowBackend(store, 0.002)
-    async with serving(config(32, 24, prefetch_quota=0.5), storage=slow) as served:
-        requests = [served.ask(text(10, seed=seed, extra=1), 1) for seed in range(3)]
-        await asyncio.gather(*(request.done() for request in requests))
-        assert [hits(request).storage for request in requests] == [10 * PAGE] * 3
-    await store.aclose()
+    prompts = [text(10, seed=seed, extra=1) for seed in range(3)]
+    async with stored(*prompts, host=128) as store:
+        async with serving(config(32, 24, prefetch_quota=0.5), storage=SlowBackend(store, 0.002)) as served:
+            requests = [served.ask(prompt, 1) for prompt in prompts]
+            await asyncio.gather(*(request.done() for request in requests))
+            assert [hits(request).storage for request in requests] == [10 * PAGE] * 3
 
 
 async def test_who_waits_for_storage_is_overtaken_and_a_timeout_ends_its_waiting() -> None:
-    store = MemoryBackend()
-    async with serving(config(32, 64), storage=store) as served:
-        await served.answer(text(20, extra=1), 2)
-        await served.cache.flush()
-    slow = SlowBackend(store, 0.2)
+    prompt = text(20, extra=1)
     patient: Any = {"prefetch_timeout_base": 0.05, "prefetch_timeout_per_1k": 0.0}
-    async with serving(config(32, 64, **patient), storage=slow) as served:
-        waiting = served.ask(text(20, extra=1), 2)
+    async with stored(prompt) as store, serving(config(32, 64, **patient), storage=SlowBackend(store, 0.2)) as served:
+        waiting = served.ask(prompt, 2)
         assert waiting.state is State.PREFETCHING
         await served.answer(text(0, extra=3), 3)
         assert waiting.state is State.PREFETCHING
-        assert await waiting.done() == continuation(text(20, extra=1), 2)
+        assert await waiting.done() == continuation(prompt, 2)
         assert hits(waiting).storage < 20 * PAGE, "it was fetched to its end"
-    await store.aclose()
 
 
 async def test_an_abort_gives_up_the_prefetch() -> None:
-    store = MemoryBackend()
-    async with serving(config(32, 64), storage=store) as served:
-        await served.answer(text(20, extra=1), 2)
-        await served.cache.flush()
-    async with serving(config(32, 64), storage=SlowBackend(store, 0.05)) as served:
-        request = served.ask(text(20, extra=1), 2)
+    prompt = text(20, extra=1)
+    async with stored(prompt) as store, serving(config(32, 64), storage=SlowBackend(store, 0.05)) as served:
+        request = served.ask(prompt, 2)
         await asyncio.sleep(0)
         request.abort()
         await until(lambda: served.cache.statistics().prefetches["cancelled"] == 1)
         assert served.cache.statistics().leases == 0
-    await store.aclose()
 
 
 async def test_a_request_whose_pages_fail_to_arrive_enters_again() -> None:
@@ -501,21 +434,6 @@ async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
             served.ask(text(1), 1)
 
 
-async def test_bad_input_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        Request([])
-    with pytest.raises(ConfigError):
-        Request([1, -2])
-    with pytest.raises(ConfigError):
-        Request([1], Limits(0))
-    async with serving(config(64)) as served:
-        request = await served.answer(text(1), 1)
-        with pytest.raises(ConfigError):
-            served.scheduler.submit(request)
-        with pytest.raises(ConfigError):
-            Scheduler(served.cache, served.model, SchedulerConfig(step_tokens=8, max_running=8))
-
-
 # The abilities of a lease that the scheduler needs: a chunk at a time, states on demand, waiting for backups and
 # nothing else.
 
@@ -559,19 +477,6 @@ async def test_prompt_and_output_must_fit_whatever_the_chunk() -> None:
             await cache.lease(text(1), chunk=0).__aenter__()
 
 
-async def test_a_window_pool_smaller_than_the_prompt_serves_it_in_chunks() -> None:
-    tokens = text(30)
-    async with AsyncCache(config(32, swa=6, window=3 * PAGE)) as cache:
-        async with cache.lease(tokens, chunk=2 * PAGE) as lease:
-            for end in range(2 * PAGE, 31 * PAGE, 2 * PAGE):
-                await lease.commit(tokens[:end])
-                lease.advance(end)
-                if end < 30 * PAGE:
-                    await lease.extend(2 * PAGE)
-            assert lease.cached == 0
-        check(cache.core)
-
-
 async def test_a_window_that_begins_inside_a_node_pins_no_more_than_itself() -> None:
     """One node of six pages, a window of three: matched in its middle, two pages of it must be free to go."""
     tokens = text(6)
@@ -609,17 +514,6 @@ async def test_states_on_demand() -> None:
         async with cache.lease(text(2)) as lease:
             with pytest.raises(ConfigError):
                 await lease.extend(0, states=1)
-
-
-async def test_growing_waits_for_backups_only_if_told_to() -> None:
-    async with AsyncCache(config(12, 64)) as cache:
-        async with cache.lease(text(1), chunk=PAGE, new_tokens=8 * PAGE) as growing:
-            async with cache.lease(text(10, seed=1)) as lease:
-                await lease.commit(text(10, seed=1))  # its backup has begun, and pins its pages until it is done
-            with pytest.raises(CacheFull):
-                await growing.extend(4 * PAGE)
-            assert len(await growing.extend(4 * PAGE, wait=True)) == 5
-        assert cache.statistics().core.lost_pages == 0
 
 
 async def test_growing_never_waits_for_another_lease() -> None:
@@ -682,39 +576,5 @@ async def test_the_same_prompt_again_computes_no_more_than_its_last_page(extra: 
         for _ in range(2):
             request = served.ask(prompt, 3)
             assert [token async for token in request] == continuation(prompt, 3)
-        assert request.hits is not None
-        assert request.hits.device == (len(prompt) - 1) // PAGE * PAGE
-
-
-async def test_a_prompt_that_goes_on_finds_all_whole_pages_of_the_one_before() -> None:
-    prompt = text(6)
-    async with serving(config(64, mamba=16), step_tokens=64) as served:
-        await served.ask(prompt, 1).done()
-        request = served.ask(prompt + text(2), 2)
-        await request.done()
-        assert request.hits is not None
-        assert request.hits.device == len(prompt)
-
-
-# The example of docs/scheduler.md runs as it is, and prints what the page promises: the second request is a hit.
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.slow(3)
-def test_the_example_runs(tmp_path: Path) -> None:
-    source = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs/scheduler.md").read_text(), re.M | re.S)
-    assert source is not None
-    program = tmp_path / "example.py"
-    program.write_text(source[1])
-    path = os.pathsep.join([f"{ROOT}", f"{ROOT / 'backends'}", f"{ROOT / 'scheduler_shim'}", *filter(None, sys.path)])
-    result = subprocess.run(
-        [sys.executable, "-W", "error", program], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False,
-        timeout=60,
-    )  # fmt: skip
-    assert result.stderr == ""
-    assert result.stdout.splitlines() == [
-        "[1000, 1001, 1002, 1003] Hits(device=0, host=0, storage=0) computed 1003",
-        "[1000, 1001, 1002, 1003] Hits(device=992, host=0, storage=0) computed 1014",
-    ]
+        assert hits(request).device == (len(prompt) - 1) // PAGE * PAGE
+        assert hits(await served.answer(prompt + text(2), 2)).device == len(prompt) // PAGE * PAGE, "whole pages"
