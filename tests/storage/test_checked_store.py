@@ -402,7 +402,7 @@ def test_a_storage_key_is_made_of_the_hash_of_hash_and_digest_and_names_the_bloc
 def test_the_digest_changes_with_all_that_changes_the_bytes_and_with_nothing_else() -> None:
     """And its fields do not run into each other. How many pages there are does not matter."""
     digests = {
-        *(pool_digest(replace(SPEC, **other), 16)  # type: ignore[arg-type]
+        *(pool_digest(replace(SPEC, **other), 16)
           for other in ({"name": "swa"}, {"dtype": "bfloat16"}, {"bytes_per_page": 8192}, {"layers": 8},
                         {"name": "ab", "dtype": "c"}, {"name": "a", "dtype": "bc"})),
         pool_digest(SPEC, 16), pool_digest(SPEC, 32), pool_digest(SPEC, 16, layout="layer_first"),
