@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+import pytest_asyncio
 
 from asynccache.memory.cuda.device import CudaDevice, open_device
 from asynccache.memory.cuda.settings import CudaSettings
@@ -25,16 +27,26 @@ def drivers() -> Iterator[list[SimulatedCuda]]:
     assert [problem for driver in made for problem in driver.problems] == []
 
 
-@pytest.fixture
-def simulated_device(drivers: list[SimulatedCuda]) -> Make:
-    """Makes devices; ``faults`` and ``settings`` are the device's, everything else the driver's."""
+@pytest_asyncio.fixture
+async def simulated_device(drivers: list[SimulatedCuda]) -> AsyncIterator[Make]:
+    """Makes devices, which are closed at the end; ``faults`` and ``settings`` are the device's, everything else the
+    driver's."""
+    made: list[CudaDevice] = []
 
     def make(faults: object = None, settings: object = None, **options: object) -> CudaDevice:
         driver = SimulatedCuda(seed=len(drivers), **options)  # type: ignore[arg-type]
         drivers.append(driver)
-        return CudaDevice(driver, settings=settings, faults=faults)  # type: ignore[arg-type]
+        made.append(CudaDevice(driver, settings=settings, faults=faults))  # type: ignore[arg-type]
+        return made[-1]
 
-    return make
+    yield make
+    await _closed(made)
+
+
+async def _closed(devices: list[CudaDevice]) -> None:
+    async with asyncio.timeout(30):
+        for device in devices:
+            await device.aclose()
 
 
 @pytest.fixture(scope="session")
@@ -43,15 +55,17 @@ def opened_gpu() -> CudaDevice:
     return open_device("cuda:0")
 
 
-@pytest.fixture
-def gpu_device(request: pytest.FixtureRequest) -> Make:
-    """Makes devices on the first GPU."""
-    opened: CudaDevice = request.getfixturevalue("opened_gpu")
+@pytest_asyncio.fixture
+async def gpu_device(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Makes devices on the first GPU, which are closed at the end."""
+    opened, made = request.getfixturevalue("opened_gpu"), list[CudaDevice]()
 
     def make(faults: Faults | None = None, settings: CudaSettings | None = None) -> CudaDevice:
-        return CudaDevice(opened.driver, settings=settings, faults=faults)
+        made.append(CudaDevice(opened.driver, settings=settings, faults=faults))
+        return made[-1]
 
-    return make
+    yield make
+    await _closed(made)
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda:0", marks=GPU)])

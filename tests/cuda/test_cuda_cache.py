@@ -31,13 +31,9 @@ from tests.memory.small_pools import fill_device, host_page, move, pool
 from tests.runtime.runtime_kit import (
     LAYERS,
     PAGE,
-    compute,
     opened,
     page_hashes,
-    push_out,
-    serve,
     settings,
-    settled,
     text,
     turns,
     value,
@@ -109,7 +105,6 @@ async def test_requests_that_evict_and_reload_each_others_pages_read_right_bytes
         assert worker.wrong == []
         assert worker.loaded > 0
         assert worker.checked > 0
-    await device.aclose()
 
 
 async def test_cancelled_requests_free_no_page_that_is_in_flight(simulated_device: Make) -> None:
@@ -125,7 +120,6 @@ async def test_cancelled_requests_free_no_page_that_is_in_flight(simulated_devic
             assert not [t.exception() for t in tasks if not t.cancelled() and t.exception()]
         await worker.engine.stream.record().wait()
         assert worker.wrong == []
-    await device.aclose()
 
 
 async def test_a_device_that_fails_fails_its_loads_and_the_cache_still_closes(simulated_device: Make) -> None:
@@ -159,7 +153,7 @@ def parts(make: Make, **options: object) -> tuple[CudaDevice, Mover, SimulatedEn
 async def test_a_backup_waits_on_the_device_for_the_engine_that_wrote_the_pages(
     simulated_device: Make, waits: bool
 ) -> None:
-    device, mover, engine = parts(simulated_device)
+    _, mover, engine = parts(simulated_device)
     engine.driver.hold(engine.handle)
     engine.write(layers_of(mover, 3), 7)
     written = engine.stream.record()
@@ -177,12 +171,11 @@ async def test_a_backup_waits_on_the_device_for_the_engine_that_wrote_the_pages(
     if waits:
         assert host_page(mover, "full", 5) == bytes([7]) * 64
     assert bool(races(engine.driver)) is not waits
-    await device.aclose()
 
 
 @pytest.mark.parametrize("waits", [True, False])
 async def test_the_engines_stream_waits_for_layer_i_and_the_host_does_not(simulated_device: Make, waits: bool) -> None:
-    device, mover, engine = parts(simulated_device)
+    _, mover, engine = parts(simulated_device)
     mover.host_pools["full"].page(1)[:] = bytes(range(64))
     engine.driver.hold(mover._loads.handle)  # type: ignore[attr-defined]
     load = mover.load([move([1], [2])])
@@ -201,55 +194,6 @@ async def test_the_engines_stream_waits_for_layer_i_and_the_host_does_not(simula
     await load.done.wait()
     assert (b"".join(b"".join(layer) for layer in found) == bytes(range(64))) is waits
     assert bool(races(engine.driver)) is not waits
-    await device.aclose()
-
-
-@pytest.mark.parametrize("fenced", [True, False])
-async def test_a_load_into_reused_pages_waits_for_the_engine_that_still_reads_them(
-    simulated_device: Make, fenced: bool
-) -> None:
-    device, mover, engine = parts(simulated_device)
-    fill_device(mover)
-    before = b"".join(row.numpy().tobytes() for row in layers_of(mover, 4))
-    engine.driver.hold(engine.handle)
-    found = engine.read(layers_of(mover, 4))
-    load = mover.load([move([0], [4])], [engine.stream.record()] if fenced else []).done
-    submitted(load)
-    if not fenced:
-        await load.wait()
-    engine.driver.resume()
-    await load.wait()
-    await engine.stream.record().wait()
-    assert (b"".join(found) == before) is fenced
-    assert bool(races(engine.driver)) is not fenced
-    await device.aclose()
-
-
-@pytest.mark.parametrize("after", [True, False])
-async def test_a_load_into_a_page_waits_for_the_backup_that_still_reads_it(simulated_device: Make, after: bool) -> None:
-    """The core reuses a page after its backup's outcome; a test of the device does not have to."""
-    device, mover, engine = parts(simulated_device)
-    fill_device(mover)
-    engine.driver.hold(mover._backups.handle)  # type: ignore[attr-defined]
-    backup = mover.backup([move([6], [6])])
-    submitted(backup)
-    load = mover.load([move([0], [6])], after=[backup] if after else []).done
-    if not after:
-        await load.wait()
-    engine.driver.resume()
-    await asyncio.gather(backup.wait(), load.wait())
-    assert bool(races(engine.driver)) is not after
-    await device.aclose()
-
-
-async def test_what_the_host_has_seen_to_be_done_needs_no_edge(simulated_device: Make) -> None:
-    device, mover, engine = parts(simulated_device)
-    engine.write(layers_of(mover, 3), 9)
-    await engine.stream.record().wait()
-    await mover.backup([move([3], [5])]).wait()
-    await mover.load([move([5], [3])]).done.wait()
-    assert host_page(mover, "full", 5) == bytes([9]) * 64
-    await device.aclose()
 
 
 async def test_an_engine_never_waits_for_an_event_that_is_not_recorded_yet(simulated_device: Make) -> None:
@@ -265,7 +209,6 @@ async def test_an_engine_never_waits_for_an_event_that_is_not_recorded_yet(simul
     found = engine.read(layers_of(mover, 7))
     await engine.stream.record().wait()
     assert len(b"".join(found)) == 64
-    await device.aclose()
 
 
 def _as_an_engine(device: CudaDevice, event: object, engine: SimulatedEngine) -> None:
@@ -284,7 +227,6 @@ async def test_an_engines_stream_is_not_held_by_the_host_for_a_gate(simulated_de
     gate.open()
     await behind.wait()
     engine.stream.wait_event(behind)
-    await device.aclose()
 
 
 async def test_a_gate_that_is_open_holds_no_engine_back_though_the_submitter_has_not_woken_up(
@@ -301,7 +243,6 @@ async def test_a_gate_that_is_open_holds_no_engine_back_though_the_submitter_has
     assert not waits.done()
     call_all(sleeping)
     await waits
-    await device.aclose()
 
 
 async def test_an_engines_stream_is_one_stream_however_it_is_given(simulated_device: Make) -> None:
@@ -312,8 +253,6 @@ async def test_an_engines_stream_is_one_stream_however_it_is_given(simulated_dev
     other = simulated_device()
     with pytest.raises(ConfigError, match="cannot wait for"):
         engine.stream.wait_event(other.stream("x").record())
-    await device.aclose()
-    await other.aclose()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -338,7 +277,6 @@ async def test_loads_and_backups_and_an_engine_on_the_same_pages_never_race(simu
     await engine.stream.record().wait()
     assert all(b"".join(found) == bytes([value]) * 64 for found, value in wanted)
     assert driver_of(device).problems == []
-    await device.aclose()
 
 
 # An engine's own events, as torch and cupy make them, stand where the device's stand: ``ready``, ``after``.
@@ -404,6 +342,7 @@ class CupyStream:
 
 Made = Callable[[SimulatedCuda], TorchEvent | CupyEvent]
 KINDS = pytest.mark.parametrize("kind", [TorchEvent, CupyEvent])
+OWN = pytest.param(None, id="the stream's own")
 
 
 def recorded(engine: SimulatedEngine, kind: Made) -> TorchEvent | CupyEvent:
@@ -427,39 +366,22 @@ async def test_released_pages_retire_until_the_engines_event_has_happened(simula
         engine.driver.resume()
         (await waits).release()
         assert cache.statistics().device["full"].free == 8
-    await device.aclose()
 
 
-@KINDS
-async def test_a_backup_waits_on_the_device_for_the_engines_event(simulated_device: Make, kind: Made) -> None:
-    device = simulated_device()
-    async with opened(settings(host=16), device=device) as cache:
-        engine, tokens = SimulatedEngine(device), text(4)
-        engine.driver.hold(engine.handle)
-        async with cache.lease(tokens) as lease:
-            engine.driver.compute(engine.handle, lambda: compute(cache, lease, tokens))
-            await lease.commit(tokens, after=recorded(engine, kind))
-            await turns(50)
-            assert cache.statistics().stages["backup_host"].ops == 0
-            engine.driver.resume()
-            await until(lambda: cache.statistics().stages["backup_host"].ops > 0)
-        await settled(cache)
-        await push_out(cache, 16)
-        assert await serve(cache, [*tokens, 1]) == 4 * PAGE
-    await device.aclose()
-
-
-@KINDS
+@pytest.mark.parametrize("kind", [TorchEvent, CupyEvent, OWN])
 @pytest.mark.parametrize("fenced", [True, False])
-async def test_a_load_is_ordered_behind_the_engines_event(simulated_device: Make, kind: Made, fenced: bool) -> None:
-    """Without the edge the simulated driver reports a race."""
+async def test_a_load_is_ordered_behind_the_engines_event(
+    simulated_device: Make, kind: Made | None, fenced: bool
+) -> None:
+    """Which stands behind its last read of those pages. Without the edge the simulated driver reports a race."""
     device = simulated_device()
     mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
     fill_device(mover)
     before = b"".join(row.numpy().tobytes() for row in layers_of(mover, 4))
     engine.driver.hold(engine.handle)
     found = engine.read(layers_of(mover, 4))
-    after = [mover.engine_event(recorded(engine, kind))] if fenced else []
+    event = recorded(engine, kind) if kind is not None else engine.stream.record()
+    after = [mover.engine_event(event)] if fenced else []
     load = mover.load([move([0], [4])], after).done
     submitted(load)
     if not fenced:
@@ -469,7 +391,6 @@ async def test_a_load_is_ordered_behind_the_engines_event(simulated_device: Make
     await engine.stream.record().wait()
     assert (b"".join(found) == before) is fenced
     assert bool(races(engine.driver)) is not fenced
-    await device.aclose()
 
 
 @KINDS
@@ -491,14 +412,12 @@ async def test_an_event_is_taken_as_of_the_call_whatever_the_engine_records_in_i
     engine.driver.resume()
     async with asyncio.timeout(60):
         await again.wait()
-    await device.aclose()
 
 
 @KINDS
 async def test_an_event_that_was_never_recorded_has_happened(simulated_device: Make, kind: Made) -> None:
     device = simulated_device()
     assert device.engine_event(kind(driver_of(device))).done()
-    await device.aclose()
 
 
 async def test_one_event_that_was_adopted_can_be_named_for_many_leases(simulated_device: Make) -> None:
@@ -513,7 +432,6 @@ async def test_one_event_that_was_adopted_can_be_named_for_many_leases(simulated
     assert device.engine_event(past) is past
     engine.driver.resume()
     await event.wait()
-    await device.aclose()
 
 
 async def test_a_thread_that_captures_a_graph_is_refused_before_the_driver_is_asked(simulated_device: Make) -> None:
@@ -529,7 +447,6 @@ async def test_a_thread_that_captures_a_graph_is_refused_before_the_driver_is_as
     engine.driver.captured.clear()
     engine.driver.use_stream(None)
     await device.engine_event(recorded(engine, TorchEvent)).wait()
-    await device.aclose()
 
 
 async def test_events_and_streams_of_torch_that_may_be_of_any_device(
@@ -556,7 +473,6 @@ async def test_events_and_streams_of_torch_that_may_be_of_any_device(
     for wrong in (SimpleNamespace(device=cpu, event_id=handle), SimpleNamespace(device=cuda, event_id=None)):
         with pytest.raises(ConfigError, match="no event that a CUDA stream can wait for"):
             device.engine_event(wrong)
-    await device.aclose()
 
 
 @pytest.mark.parametrize("call", ["release", "commit"])
@@ -586,8 +502,6 @@ async def test_what_cannot_be_waited_for_is_refused_and_the_lease_goes_on(
             assert cache.statistics().device["full"].free == 6
             await lease.commit(text(2))
         engine.driver.resume()
-    await device.aclose()
-    await other.aclose()
 
 
 async def _call(lease: Lease, call: str, event: object) -> None:
@@ -595,28 +509,6 @@ async def _call(lease: Lease, call: str, event: object) -> None:
         lease.release(after=event)
     else:
         await lease.commit(text(2), after=event)
-
-
-async def test_engines_threads_name_their_events_too(simulated_device: Make) -> None:
-    """The event is taken in the thread that calls: what it records a moment later does not count."""
-    device = simulated_device()
-    async with opened(settings(device=8), device=device) as cache:
-        engine = SimulatedEngine(device)
-        engine.driver.hold(engine.handle)
-        lease = await cache.lease(text(2), new_tokens=6 * PAGE).__aenter__()
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            event = recorded(engine, CupyEvent)
-            asyncio.run_coroutine_threadsafe(lease.commit(text(2), after=event), loop).result(10)
-            loop.call_soon_threadsafe(lease.release, event)
-
-        await asyncio.to_thread(work)
-        await turns(50)
-        assert cache.statistics().device["full"].free == 0
-        engine.driver.resume()
-        await until(lambda: cache.statistics().device["full"].free == 6)
-    await device.aclose()
 
 
 async def test_many_events_fill_no_queue_of_the_driver(simulated_device: Make) -> None:
@@ -636,7 +528,6 @@ async def test_many_events_fill_no_queue_of_the_driver(simulated_device: Make) -
     device.engine_event(event)
     assert len(device._adopting) == 5, "streams whose events have happened are used again"
     engine.driver.resume()
-    await device.aclose()
 
 
 async def test_a_device_that_failed_or_is_closed_waits_for_nothing(simulated_device: Make) -> None:
@@ -711,7 +602,6 @@ async def test_a_batch_without_pages_is_done_like_any_other(make_device: Make) -
         await event.wait()
     device.copy(stream, CopyDirection.OUT, [])
     await stream.record().wait()
-    await device.aclose()
 
 
 assert sum(name.startswith("test_") for name in list(globals())) > 15

@@ -179,58 +179,39 @@ def seen(calls: list[Call]) -> list[Call]:
 # streams, events, memory
 
 
-def test_streams_do_not_wait_for_the_default_stream(driver: CupyDriver, cupy: FakeCupy) -> None:
-    """And their kernels come first, where multiprocessors are few."""
-    assert driver.stream_create().ptr == STREAM
-    ((_, settings),) = seen(cupy.runtime.calls)
+def test_each_call_has_its_arguments_in_order(driver: CupyDriver, cupy: FakeCupy) -> None:
+    """Streams do not wait for the default stream, and their kernels come first, where multiprocessors are few; events
+    sleep and keep no time; memory is pinned for every context and mapped; an engine's streams and events are used by
+    their pointers."""
+    event, stream = driver.event_create(), driver.stream_create()
+    (made_event, (_, settings)) = seen(cupy.runtime.calls)
+    assert made_event == ("Event", {"block": True, "disable_timing": True})
     assert settings.pop("priority") < -5
     assert settings == {"non_blocking": True}
-
-
-def test_events_sleep_and_keep_no_time(driver: CupyDriver, cupy: FakeCupy) -> None:
-    assert driver.event_create().ptr == EVENT
-    assert seen(cupy.runtime.calls) == [("Event", {"block": True, "disable_timing": True})]
-
-
-def test_events_and_streams_in_the_order_of_each_call(driver: CupyDriver, cupy: FakeCupy) -> None:
-    event, stream = driver.event_create(), driver.stream_create()
+    assert (event.ptr, stream.ptr) == (EVENT, STREAM)
     cupy.runtime.calls.clear()
     driver.event_record(event, stream)
     driver.stream_wait_event(stream, event)
     assert driver.is_captured(stream)
     driver.event_synchronize(event)
     driver.stream_synchronize(stream)
+    default = driver.stream_from(0)                    # torch's
+    driver.event_record(event, default)
+    driver.stream_wait_event(default, driver.event_from(0x99))
     driver.event_destroy(event)
     driver.stream_destroy(stream)
     assert event.ptr == stream.ptr == 0, "so that they are not destroyed a second time when cupy's objects end"
-    assert seen(cupy.runtime.calls) == [
-        ("eventRecord", EVENT, STREAM), ("streamWaitEvent", STREAM, EVENT), ("streamIsCapturing", STREAM),
-        ("eventSynchronize", EVENT), ("streamSynchronize", STREAM), ("eventDestroy", EVENT), ("streamDestroy", STREAM),
-    ]  # fmt: skip
-
-
-def test_pinned_memory_is_pinned_for_every_context_and_mapped(driver: CupyDriver, cupy: FakeCupy) -> None:
     driver.host_register(0x1000, 4096)
     driver.host_unregister(0x1000)
-    assert seen(cupy.runtime.calls) == [("hostRegister", 0x1000, 4096, 0x01 | 0x02), ("hostUnregister", 0x1000)]
-    cupy.runtime.calls.clear()
     driver.host_free(driver.host_alloc(4096))
-    assert seen(cupy.runtime.calls) == [("hostAlloc", 4096, 0x01 | 0x02), ("freeHost", 0x5000)]
-
-
-def test_an_engines_stream_and_event_are_used_by_their_pointers(driver: CupyDriver, cupy: FakeCupy) -> None:
-    stream = driver.stream_from(0)                     # torch's default stream
-    driver.event_record(event := driver.event_create(), stream)
-    driver.stream_wait_event(stream, driver.event_from(0x99))
-    assert seen(cupy.runtime.calls)[1:] == [("eventRecord", event.ptr, 0), ("streamWaitEvent", 0, 0x99)]
-
-
-def test_device_memory(driver: CupyDriver, cupy: FakeCupy) -> None:
     assert driver.free_memory() == 7
-    assert seen(cupy.runtime.calls) == [("memGetInfo",)]
-
-
-def test_a_thread_is_put_on_the_device(driver: CupyDriver, cupy: FakeCupy) -> None:
+    assert seen(cupy.runtime.calls) == [
+        ("eventRecord", EVENT, STREAM), ("streamWaitEvent", STREAM, EVENT), ("streamIsCapturing", STREAM),
+        ("eventSynchronize", EVENT), ("streamSynchronize", STREAM), ("eventRecord", EVENT, 0),
+        ("streamWaitEvent", 0, 0x99), ("eventDestroy", EVENT), ("streamDestroy", STREAM),
+        ("hostRegister", 0x1000, 4096, 0x01 | 0x02), ("hostUnregister", 0x1000),
+        ("hostAlloc", 4096, 0x01 | 0x02), ("freeHost", 0x5000), ("memGetInfo",),
+    ]  # fmt: skip
     driver.use_device()
     assert ("setDevice", 1) in cupy.runtime.calls
 
@@ -292,12 +273,6 @@ def test_a_gpu_that_nvrtc_does_not_know_gets_the_newest_ptx_below_it(
     assert kernels.image_for(capability) == (b"ptx" if "compute" in option else b"machine code")
     (options,) = [call[2] for call in cupy.nvrtc.calls if call[0] == "compileProgram"]
     assert f"--gpu-architecture={option}" in options
-
-
-def test_a_gpu_that_is_newer_than_nvrtc_is_opened_with_ptx(cupy: FakeCupy) -> None:
-    cupy.runtime.results["getDeviceProperties"]["major"] = 13
-    CupyDriver(0)
-    assert cupy.modules.calls[0] == ("moduleLoadData", b"ptx")
 
 
 def test_an_error_of_cupy_is_the_drivers(driver: CupyDriver, cupy: FakeCupy) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from pathlib import Path as FilePath
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 
 from asynccache.cli import doctor
 from asynccache.cli.main import main
-from asynccache.errors import CacheClosed
+from asynccache.errors import ConfigError
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.device import CudaDevice
@@ -34,7 +33,6 @@ from benchmarks import cuda, cuda_copies, cuda_engine
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import GPU, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
-from tests.cuda.test_cuda_driver import FakeLibrary, spans
 
 # ``asynccache doctor`` and ``stress``: their output without a GPU, and with a simulated one. Figures on such a driver
 # mean nothing.
@@ -44,22 +42,18 @@ WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
 
 
 @WITHOUT
-def test_doctor_says_in_plain_words_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_in_plain_words_and_in_json_that_there_is_no_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: FilePath
+) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert "No GPU can be used here: " in said
-    assert 'device="cpu"' in said
-    assert "ulimit -l" in said
-
-
-@WITHOUT
-def test_doctor_says_it_in_json_too(capsys: pytest.CaptureFixture[str], tmp_path: FilePath) -> None:
-    assert main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    for words in ("No GPU can be used here: ", 'device="cpu"', "ulimit -l"):
+        assert words in said
+    assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
+    report = json.loads((tmp_path / "d.json").read_text())
+    assert report["devices"] == 0
     assert report["missing"]
     assert report["limits"]["available_bytes"] > 0
-    assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
-    assert json.loads((tmp_path / "d.json").read_text())["devices"] == 0
 
 
 @pytest.mark.parametrize(("name", "why"), [("cpu", " is no GPU"), ("gpu0", ": unknown device 'gpu0'")])
@@ -123,37 +117,32 @@ def test_a_gpu_that_loses_bytes_is_no_gpu_to_use(
     assert f"it cannot be used: pages that went by {says} came back with wrong bytes" in said
 
 
-@pytest.mark.parametrize("failure", [DriverError("out of memory\nmore of it"), MemoryError()])
-def test_a_gpu_that_fails_while_doctor_measures_is_told(
-    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception
+@pytest.mark.parametrize("stage", ["it opens", "it is measured", "it is out of host memory"])
+def test_a_gpu_that_fails_when_it_opens_or_is_measured_is_told(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
+    failure = MemoryError() if "host" in stage else DriverError("out of memory\nmore of it")
+
     async def fail(device: object) -> object:
         raise failure
 
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device())
-    monkeypatch.setattr(doctor, "measured", fail)
-    assert main(["doctor"]) == 1
-    assert "it cannot be used: out of memory\n" in capsys.readouterr().out
+    def opened(name: str) -> CudaDevice:
+        if stage == "it opens":
+            raise ConfigError(f"device={name}: out of memory")
+        return simulated_device()
 
-
-def test_a_gpu_that_cannot_be_used_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from asynccache.errors import ConfigError
-
-    def refuse(name: str) -> CudaDevice:
-        raise ConfigError(f"device={name}: out of memory")
-
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: FoundCuda("14.2.0", "13.0", 1, 13000, ""))
-    monkeypatch.setattr(cuda_device, "open_device", refuse)
     def no_library(capability: object) -> bytes:
         raise RuntimeError("no library\nof that name")
 
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: FoundCuda("14.2.0", "13.0", 1, 13000, ""))
     monkeypatch.setattr("asynccache.memory.cuda.kernels.compile_for", no_library)
+    monkeypatch.setattr(cuda_device, "open_device", opened)
+    if stage != "it opens":
+        monkeypatch.setattr(doctor, "measured", fail)
     assert main(["doctor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "it cannot be used: device=cuda:0: out of memory" in said
+    assert f"it cannot be used: {'device=cuda:0: ' * (stage == 'it opens')}out of memory" in said
+    assert "more of it" not in said
     assert "does not work: no library" in said
 
 
@@ -320,41 +309,6 @@ def test_the_command_measures_and_tells_everything(
     assert max(map(len, said.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("part", cuda.PARTS)
-def test_each_part_can_be_measured_alone_and_without_calls_that_the_cache_does_not_make(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], part: str
-) -> None:
-    device, told = simulated_device(), list[str]()
-    torch_on(driver_of(device))
-    figures = cuda.measure(device, [part], told.append)
-    assert told[0] == cuda.PARTS[part]
-    assert part in figures
-    assert sum(other in figures for other in cuda.PARTS) == 1
-    for chart in cuda.charts({"device": figures["device"], **figures}):
-        assert chart.rows
-
-
-@pytest.mark.parametrize("towards", [OUT, IN])
-def test_a_page_in_two_dimensions_is_the_same_page(simulated_device: Make, small: None, towards: CopyDirection) -> None:
-    device = simulated_device()
-    driver = driver_of(device)
-    memory = cuda_copies.Memory(driver)
-    dst, src = memory.bases(towards)
-    pages = cuda_copies.Pages(memory, raw_on(driver), towards, 1 << 10)
-    random = np.random.default_rng(3).integers(1, 256, cuda_copies.SIZE, np.uint8).tobytes()
-    ctypes.memmove(src, random, len(random))
-    arrived = []
-    for copies in (pages.in_2d, pages.in_rows):
-        ctypes.memset(dst, 0, cuda_copies.SIZE)
-        copies()
-        driver.stream_synchronize(memory.stream)
-        arrived.append(ctypes.string_at(dst, cuda_copies.SIZE))
-    assert arrived[0] == arrived[1]
-    assert sum(map(bool, arrived[0])) == pages.bytes
-    memory.close()
-    asyncio.run(device.aclose())
-
-
 @pytest.mark.parametrize("towards", [OUT, IN, WITHIN])
 def test_every_way_moves_the_same_pieces(simulated_device: Make, small: None, towards: CopyDirection) -> None:
     device = simulated_device()
@@ -374,19 +328,6 @@ def test_every_way_moves_the_same_pieces(simulated_device: Make, small: None, to
     assert sum(map(bool, arrived["engines"])) == pieces.bytes == 16 * 4096
     memory.close()
     asyncio.run(device.aclose())
-
-
-def test_the_calls_that_the_cache_does_not_make_have_their_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = FakeLibrary()
-    for kind in ("CDLL", "PyDLL"):
-        monkeypatch.setattr(ctypes, kind, lambda name: library)
-    raw = cuda_copies.raw_calls(SimpleNamespace(runtime=SimpleNamespace(memcpy2DAsync=print)))
-    assert raw.copy_2d is print
-    assert raw.batch is not None
-    raw.batch(0x77, spans(3), 3, 0)
-    assert library.seen["words"] == [[(1 << 40) + i for i in range(3)], [(2 << 40) + i for i in range(3)], [1, 2, 3]]
-    assert library.seen["attributes"] == [3, 0, 0, 0, 0, 0]
-    assert (library.seen["kinds"], library.seen["indices"], library.seen["stream"]) == (1, 0, 0x77)
 
 
 def rows(engines: dict[int, float], few_kernel: float = 40.0) -> list[Any]:
@@ -416,23 +357,6 @@ def test_the_settings_that_figures_speak_for(
     assert told["blocks"] == {"set": 8, "measured": 4}
 
 
-def test_what_the_driver_refuses_of_ways_that_the_cache_does_not_go_has_no_figure(
-    simulated_device: Make, small: None
-) -> None:
-    def refuse(*_: object) -> None:
-        raise DriverError("cuMemcpyBatchAsync: invalid argument", code[0])
-
-    device, code = simulated_device(), [1]
-    memory, raw = cuda_copies.Memory(device.driver), cuda_copies.RawCalls(refuse, refuse)
-    ways = [set(row["gb_s"]) for row in cuda_copies.measure_pieces(memory, raw, lambda _: None)]
-    assert all(not way & set(cuda_copies.OTHERS) and "engines" in way for way in ways)
-    code[0] = 700  # the end of the context, and of the measurement
-    with pytest.raises(DriverError):
-        cuda_copies.measure_pieces(memory, raw, lambda _: None)
-    memory.close()
-    asyncio.run(device.aclose())
-
-
 @pytest.mark.parametrize(("how", "says"), [
     ({"pinnable": 1 << 10}, "host memory cannot be pinned"), ({"break_at": 5}, "an illegal memory access"),
 ])
@@ -451,30 +375,6 @@ def test_a_gpu_that_fails_is_one_sentence(
     assert "benchmarks.cuda: the GPU could not be measured: " in said
     assert says in said
     assert said.count("\n") == 1
-
-
-def test_ctrl_c_closes_the_device_and_gives_its_status(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(memory: object) -> None:
-        raise KeyboardInterrupt
-
-    device = simulated_device()
-    torch_on(driver_of(device))
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
-    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
-    monkeypatch.setattr(cuda_copies, "measure_large", interrupt)
-    assert cuda.main(["pieces", "--quiet"]) == 130
-    with pytest.raises(CacheClosed):
-        device.stream("late")
-
-
-def test_a_thread_that_copies_beside_counts_its_copies(simulated_device: Make) -> None:
-    driver, done = driver_of(simulated_device()), list[int]()
-    with cuda_engine.Copies(driver, driver.stream_create(), lambda: done.append(1)) as copies:
-        pass
-    assert copies.calls == len(done) > 0
 
 
 def test_a_thread_that_copies_beside_fails_the_measurement(simulated_device: Make) -> None:

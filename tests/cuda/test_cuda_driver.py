@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path as FilePath
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels, libcuda
 from asynccache.memory.cuda.device import open_device
@@ -37,14 +35,6 @@ WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
 def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"^device=cuda:0: .*(cupy is not installed|no NVIDIA driver|sees no GPU)"):
         open_device("cuda:0")
-
-
-@WITHOUT
-async def test_a_cache_says_the_same() -> None:
-    config = CacheConfig(model="m", components=(Full(bytes_per_token=64, device_tokens=160),), device="cuda:0")
-    with pytest.raises(ConfigError, match="device=cuda:0: "):
-        async with AsyncCache(config):
-            pass
 
 
 def test_the_device_is_there_without_cupy() -> None:
@@ -270,23 +260,6 @@ def test_a_driver_that_refuses_its_first_batch_copies_one_by_one_from_then_on(li
     assert driver.copy(STREAM, CopyDirection.OUT, spans(3)) == 3  # entries of the driver's queue
     assert driver.copy(STREAM, CopyDirection.IN, spans(2)) == 2
     assert [c[2:] for c in runtime.copies] == [(1, 2, 0x77), (2, 2, 0x77), (3, 2, 0x77), (1, 1, 0x77), (2, 1, 0x77)]
-
-
-def test_two_streams_whose_first_batches_are_refused_together_both_copy_one_by_one(
-    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, runtime = driver_on(library)
-    together = threading.Barrier(2)
-
-    def refused(*arguments: object) -> None:
-        together.wait(30)
-        raise DriverError("not supported", 801)
-
-    monkeypatch.setattr(driver.library, "copy_batch", refused)
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(driver.copy, STREAM, CopyDirection.OUT, spans(3)) for _ in range(2)]
-        assert [call.result(30) for call in calls] == [3, 3]
-    assert len(runtime.copies) == 6
 
 
 def test_a_driver_that_took_a_batch_once_fails_a_later_one(library: FakeLibrary) -> None:

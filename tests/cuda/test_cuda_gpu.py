@@ -41,7 +41,6 @@ async def test_every_path_brings_every_byte(
     fill_device(mover)
     for _ in range(4):
         await every_byte_arrives(mover, rng)
-    await device.aclose()
 
 
 async def test_launches_with_full_tables_bring_every_byte(gpu_device: Make) -> None:
@@ -53,7 +52,6 @@ async def test_launches_with_full_tables_bring_every_byte(gpu_device: Make) -> N
     assert all(host_page(mover, "full", h) == device_page(mover, "full", t) for t, h in zip(there, here, strict=True))
     await mover.load([move(here, here)]).done.wait()
     assert all(host_page(mover, "full", h) == device_page(mover, "full", h) for h in here)
-    await device.aclose()
 
 
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
@@ -72,7 +70,6 @@ async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(
     assert not backup.done()
     await backup.wait()
     assert host_page(mover, "full", 30) == bytes([7]) * (1 << 16)
-    await device.aclose()
 
 
 @pytest.mark.parametrize("library", ["torch", "cupy"])
@@ -98,7 +95,6 @@ async def test_a_backup_waits_for_the_event_of_torch_or_cupy_as_it_was_recorded(
     assert host_page(mover, "full", 5) == bytes([7]) * (1 << 16)
     assert not stream.query(), "it waited for what was recorded later"
     stream.synchronize()
-    await device.aclose()
 
 
 class Named:
@@ -136,7 +132,6 @@ async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(g
     graph.replay()
     torch.cuda.synchronize()
     assert numbers.tolist() == [1.0] * 8
-    await device.aclose()
 
 
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
@@ -158,7 +153,6 @@ async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(
             sums.append(mover.device_pools["full"].layer(i).amin(dim=1))
     await engine.record().wait()
     assert all(s.tolist() == list(range(1, 33)) for s in sums)
-    await device.aclose()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16])
@@ -171,7 +165,6 @@ async def test_an_engines_torch_tensors_are_where_loads_arrive(gpu_device: Make,
     await mover.backup([move([8], [1])]).wait()
     await mover.load([move([1], [9])]).done.wait()
     assert b"".join(t[9].view(torch.uint8).cpu().numpy().tobytes() for t in mine) == wanted
-    await device.aclose()
 
 
 async def test_thousands_of_transfers_are_in_flight(gpu_device: Make) -> None:
@@ -185,7 +178,6 @@ async def test_thousands_of_transfers_are_in_flight(gpu_device: Make) -> None:
     async with asyncio.timeout(60):
         await waiting
     assert host_page(mover, "full", 4999 % 48) == device_page(mover, "full", 4999 % 32)
-    await device.aclose()
 
 
 def test_doctor_measures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import choosing_paths, kernels, pinned
+from asynccache.memory.cuda import choosing_paths, pinned
 from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.kernels import Table
@@ -98,21 +97,6 @@ def test_memory_that_cannot_be_pinned_whole_is_not_kept(
         pinned_tensor(driver, (128 * MIB,))
     gc.collect()
     assert driver.pinned == {}
-
-
-class Looking(SimulatedCuda):
-    """``resident``: for each registration, whether all of its memory was there already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.resident: list[bool] = []
-
-    def host_register(self, address: int, size: int) -> None:
-        pages = ctypes.create_string_buffer(-(-size // BLOCK))
-        if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
-            pytest.skip(f"this system does not tell what is in memory: {os.strerror(ctypes.get_errno())}")
-        self.resident.append(all(page[0] & 1 for page in zip(pages.raw, strict=True)))
-        super().host_register(address, size)
 
 
 def test_a_forked_child_does_not_get_the_memory_and_leaves_it_to_its_parent(driver: SimulatedCuda) -> None:
@@ -202,24 +186,6 @@ def test_memory_is_touched_on_the_node_of_the_device(
     assert os.sched_getaffinity(0) == mine
 
 
-def test_memory_is_touched_by_several_threads_at_once_and_pinned_then(
-    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, together, touch = Looking(), threading.Barrier(2), pinned._touch_part
-    drivers.append(driver)
-
-    def meet(array: Any, start: int) -> None:
-        together.wait(30)
-        touch(array, start)
-
-    monkeypatch.setattr(pinned, "_touch_part", meet)
-    monkeypatch.setattr(pinned, "TOUCH", MIB)
-    monkeypatch.setattr(pinned, "CHUNK", 3 * MIB)
-    tensor = pinned_tensor(driver, (4 * MIB,))
-    assert driver.resident == [True, True]
-    del tensor
-
-
 def flags_of(address: int) -> list[str]:
     """What the system knows of the mapping that this address lies in."""
     inside = False
@@ -258,19 +224,6 @@ def test_each_tier_has_a_memory_of_its_own(simulated_device: Make) -> None:
     with pytest.raises(ConfigError, match="'full' on the host"):
         Mover(device, [big(1, 1 << 30)])
     assert driver_of(device).pinned == {}
-
-
-def test_a_pool_that_cannot_be_pinned_says_so_by_name(simulated_device: Make) -> None:
-    device = simulated_device(pinnable=MIB)
-    with pytest.raises(ConfigError, match="pinned"):
-        Mover(device, [big(1, 2)])
-    gc.collect()
-    assert driver_of(device).pinned == {}
-
-
-def test_a_chunk_is_so_small_that_a_rank_which_pins_is_heard_within_the_time_out() -> None:
-    assert pinned.CHUNK <= 4 << 30
-    assert pinned.chunk_of(3 * MIB) <= pinned.CHUNK
 
 
 # Bytes on every path, merged runs, and the choice between paths.
@@ -332,18 +285,6 @@ async def test_every_path_brings_every_byte(
     assert way in ("both", "as it comes") or bool(calls["copy"]) == (not aligned or way == "copy engines")
 
 
-async def test_a_launch_takes_as_many_layers_and_pages_as_its_parameters_hold(simulated_device: Make) -> None:
-    device = simulated_device(settings=KERNEL)
-    layers, pages = kernels.LAYERS + 1, kernels.PAGES + 1
-    mover = Mover(device, [pool(size=16 * layers, layers=layers, device_pages=pages, host_pages=pages)])
-    fill_device(mover)
-    backwards = list(range(pages))[::-1]
-    await mover.backup([move(list(range(pages)), backwards)]).wait()
-    assert driver_of(device).calls == {"launch": 2 * 2}
-    assert all(host_page(mover, "full", backwards[i]) == device_page(mover, "full", i) for i in (0, 1, pages - 1))
-    await device.aclose()
-
-
 async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) -> None:
     device = simulated_device()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float16):
@@ -354,7 +295,6 @@ async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) ->
         await mover.backup([move([8], [1])]).wait()
         await mover.load([move([1], [9])]).done.wait()
         assert b"".join(t[9].view(torch.uint8).numpy().tobytes() for t in mine) == wanted
-    await device.aclose()
 
 
 # merging
@@ -398,11 +338,6 @@ def test_neighbours_on_both_sides_are_one_piece() -> None:
     assert found.spans.size.tolist() == [192, 128, 64]
     assert found.spans.src.tolist() == [3 * 64, 6 * 64, 9 * 64]
     assert found.scattered.tolist() == []
-
-
-def test_rows_at_a_distance_are_pieces_of_their_own() -> None:
-    found = RowPaths(rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128), DMA, 2)
-    assert found.spans.size.tolist() == [64] * 5
 
 
 def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:

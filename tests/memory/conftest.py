@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from asynccache.memory.cpu import CpuDevice
 from tests.simulated.device import SimulatedDevice
 
+Device = CpuDevice | SimulatedDevice
 
-@pytest.fixture(params=[CpuDevice, SimulatedDevice], ids=["cpu", "simulated"])
-def make_device(request: pytest.FixtureRequest) -> Callable[..., CpuDevice | SimulatedDevice]:
-    make: Callable[..., CpuDevice | SimulatedDevice] = request.param
-    return make
+
+@pytest_asyncio.fixture(params=[CpuDevice, SimulatedDevice], ids=["cpu", "simulated"])
+async def make_device(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Device]]:
+    """Makes devices, which are closed at the end."""
+    made: list[Device] = []
+
+    def make(**options: Any) -> Device:
+        made.append(request.param(**options))
+        return made[-1]
+
+    yield make
+    for device in made:
+        await device.aclose()

@@ -21,7 +21,6 @@ from asynccache.core.plan import Move
 from asynccache.errors import CacheClosed, CopyFailed
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.host_copies import Faults
 from asynccache.memory.mover import Mover
 from asynccache.memory.signals import WorkThread
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -64,18 +63,6 @@ def test_the_loop_stays_free_while_256_mib_are_copied(new_loop: NewLoop) -> None
         assert len(late) >= 5
         assert median(late) < 0.005 + 3 * median(idle)
         assert max(late) < 0.25 + 3 * max(idle)
-        await mover.device.aclose()
-
-    run(new_loop, main)
-
-
-@LOOPS
-def test_submitting_and_waiting_work_on_every_loop(new_loop: NewLoop) -> None:
-    async def main() -> None:
-        mover = Mover(CpuDevice(faults=Faults(delayed=0.5, delay=(0.0, 0.001))), [pool()])
-        fill_device(mover)
-        await asyncio.gather(*(mover.backup([move([s], [s])]).wait() for s in range(20)))
-        assert [host_page(mover, "full", s) for s in range(20)] == [device_page(mover, "full", s) for s in range(20)]
         await mover.device.aclose()
 
     run(new_loop, main)
@@ -152,16 +139,6 @@ def test_two_loops_in_two_threads_wait_for_one_event() -> None:
     asyncio.run(device.aclose())
 
 
-async def test_an_engine_in_another_thread_may_submit_and_record() -> None:
-    mover = Mover(CpuDevice(), [pool()])
-    fill_device(mover)
-    engine = mover.device.stream("engine")
-    ready = await asyncio.to_thread(engine.record)
-    await mover.backup([move([1], [1])], after=[ready]).wait()
-    assert host_page(mover, "full", 1) == device_page(mover, "full", 1)
-    await mover.device.aclose()
-
-
 async def test_aclose_ends_the_threads() -> None:
     device = CpuDevice()
     streams = [device.stream(f"gone-{i}") for i in range(3)]
@@ -232,22 +209,6 @@ async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(mo
     assert isinstance(failed.value.__cause__, MemoryError)
     await mover.backup([move([2], [2])]).wait()
     assert host_page(mover, "full", 2) == device_page(mover, "full", 2)
-    await mover.device.aclose()
-
-
-async def test_half_of_a_delayed_page_is_there_before_its_event() -> None:
-    """A reader that does not wait sees a torn page."""
-    spec = pool(size=64, layers=1)
-    mover = Mover(CpuDevice(faults=Faults(delayed=1.0, delay=(0.3, 0.3))), [spec])
-    mover.device_pools["full"].arrays[0][:] = 1
-    event = mover.backup([move([0], [0])])
-    torn = bytes([1]) * 32 + bytes(32)
-    while (page := host_page(mover, "full", 0)) != torn:
-        assert page == bytes(64), "the second half came before the pause"
-        await asyncio.sleep(0)
-    assert not event.done()
-    await event.wait()
-    assert host_page(mover, "full", 0) == bytes([1]) * 64
     await mover.device.aclose()
 
 

@@ -22,10 +22,10 @@ from asynccache.errors import ConfigError
 from asynccache.memory import pools
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
-from asynccache.memory.device import OPTIONS, CopyDirection, DeviceName, parse_device
-from asynccache.memory.host_copies import Faults, checked, layer_steps
+from asynccache.memory.device import OPTIONS, DeviceName, parse_device
+from asynccache.memory.host_copies import Faults
 from asynccache.memory.mover import Mover
-from asynccache.memory.pools import DevicePool, HostPool, PageCopy, check_room
+from asynccache.memory.pools import DevicePool, HostPool, check_room
 from tests.memory.small_pools import device_page, fill_device, host_page, move
 from tests.memory.small_pools import pool as spec_of
 from tests.simulated.device import SimulatedDevice
@@ -273,17 +273,6 @@ CONFIG = CacheConfig(
 ALL = np.arange(4, dtype=np.int32)
 
 
-async def test_every_step_of_a_load_brings_one_layer_of_the_model() -> None:
-    mover = Mover(CpuDevice(), CONFIG.pools())
-    assert mover.layers == 5
-    copies = [PageCopy(mover.device_pools[name], mover.host_pools[name], ALL, ALL) for name in mover.device_pools]
-    names = {id(array): f"{name}.{i}" for name, p in mover.device_pools.items() for i, array in enumerate(p.arrays)}
-    steps = [[names[id(transfer.dst)] for transfer in step]
-             for step in layer_steps(checked(copies, CopyDirection.IN), mover.layers)]
-    assert steps == [["swa.0"], ["full.0"], ["swa.1"], ["swa.2"], ["full.1", "scales.0", "scales.1"]]
-    await mover.device.aclose()
-
-
 async def test_all_of_it_arrives_and_each_layer_with_its_event() -> None:
     mover = Mover(CpuDevice(), CONFIG.pools())
     for i, pool in enumerate(mover.host_pools.values()):
@@ -386,11 +375,6 @@ def test_a_missing_wait_shows_on_some_seeds_and_a_wait_never_fails() -> None:
     assert missing.count(False) > 0
 
 
-def test_a_seed_repeats_a_world_exactly() -> None:
-    assert world(5, waits=True) == world(5, waits=True)
-    assert world(5, waits=True)[0] != world(6, waits=True)[0]
-
-
 def test_bytes_come_in_two_halves_between_start_and_event() -> None:
     async def main() -> set[int]:
         mover = Mover(SimulatedDevice(seed=1, latency=(0.5, 1.0)), [spec_of(size=64, layers=1)])
@@ -404,18 +388,6 @@ def test_bytes_come_in_two_halves_between_start_and_event() -> None:
         return seen
 
     assert simulate(lambda _: main(), 1) == {0, 32}
-
-
-def test_a_fate_comes_on_top_of_the_latency() -> None:
-    async def main(faults: Faults) -> float:
-        mover = Mover(SimulatedDevice(seed=1, latency=(0.0, 0.001), faults=faults), [spec_of()])
-        await mover.backup([move([0], [0])]).wait()
-        await mover.device.aclose()
-        return asyncio.get_running_loop().time()
-
-    late = Faults(delayed=1.0, delay=(5.0, 5.0))
-    assert simulate(lambda _: main(Faults()), 1) < 0.1
-    assert simulate(lambda _: main(late), 1) > 5.0
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])

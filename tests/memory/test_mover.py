@@ -101,7 +101,6 @@ async def test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but
     gates[1].open()
     for event in held:
         await event.wait()
-    await device.aclose()
 
 
 async def test_an_engines_tensors_are_where_loads_arrive() -> None:
@@ -160,18 +159,6 @@ async def test_without_a_host_tier_there_are_no_host_pools() -> None:
     await mover.device.aclose()
 
 
-def test_a_driver_that_has_no_memory_left_is_told_with_the_pool_and_nothing_is_kept() -> None:
-    class Full(SimulatedDevice):
-        def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-            raise DriverError("out of memory", 2)
-
-    device = Full()
-    with pytest.raises(ConfigError, match="pool 'full': its memory cannot be had: out of memory") as told:
-        Mover(device, [pool()])
-    frames = [frame.frame.f_locals for frame in told.traceback]
-    assert not any(found for names in frames for found in (names.get("on_device"), names.get("on_host")) if found)
-
-
 def test_a_device_that_refuses_a_stream_has_those_before_it_back() -> None:
     class Few(SimulatedDevice):
         def __init__(self) -> None:
@@ -208,22 +195,6 @@ def test_neighbours_become_runs_and_the_rest_index_lists() -> None:
     assert isinstance(dst, np.ndarray)
     assert isinstance(src, np.ndarray)
     assert (dst.tolist(), src.tolist()) == ([1, 40], [9, 22])
-
-
-def test_small_rows_are_gathered_in_calls_of_bounded_size() -> None:
-    row = 1024
-    pieces = host_copies.cut(ids(list(range(0, 4000, 2))), ids(list(range(2000))), row)
-    sizes = [len(src) for _, src in pieces if isinstance(src, np.ndarray)]
-    assert sum(sizes) == 2000
-    assert max(sizes) * row == host_copies.GATHER_BYTES
-
-
-def test_long_runs_are_cut_too() -> None:
-    row = host_copies.DIRECT_BYTES
-    pieces = host_copies.cut(ids(list(range(10))), ids(list(range(5, 15))), row)
-    assert pieces[0] == (slice(5, 9), slice(0, 4))
-    assert pieces[-1] == (slice(13, 15), slice(8, 10))
-    assert len(pieces) == 3
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure
-from asynccache.config import CacheConfig, PoolSpec
+from asynccache.config import CacheConfig
 from asynccache.errors import ConfigError
-from asynccache.memory import mover
-from asynccache.runtime.prefetch import Fetch
 
 pytestmark = pytest.mark.slow(0.6)
 
@@ -120,25 +117,3 @@ def test_stress_is_clean_with_faults_and_cancellations(tmp_path: Path) -> None:
     assert report["cancelled"] > 5
     assert report["failed"] == report["verify"]["mismatches"] == 0
     assert set(report["leaks"].values()) == {0}
-
-
-def test_a_sidecar_that_is_not_moved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_component = mover._by_component
-
-    def without(pools: Any) -> Any:
-        return {c: [s for s in specs if s.name != "idx"] for c, specs in by_component(pools).items()}
-
-    monkeypatch.setattr(mover, "_by_component", without)
-    report = stress(tmp_path, "--sidecars", "idx:full:8", status=1)
-    assert report["verify"]["mismatches"] > 0
-
-
-def test_a_sidecar_that_is_not_read_from_storage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Fetch._read_run
-
-    async def nothing(fetch: Fetch, specs: Sequence[PoolSpec], page: int, last: int) -> int:
-        return last if specs is fetch._pools.follow else await usual(fetch, specs, page, last)
-
-    monkeypatch.setattr(Fetch, "_read_run", nothing)
-    report = stress(tmp_path, "--sidecars", "idx:full:8", "--host-tokens", "8192", status=1)
-    assert report["verify"]["mismatches"] > 0

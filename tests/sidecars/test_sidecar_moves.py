@@ -16,7 +16,7 @@ import torch
 from asynccache_backends.memory import MemoryBackend
 from msgspec.structs import replace
 
-from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Replicated, Sidecar, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, ConfigError, Replicated, Sidecar, SlidingWindow
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory import mover as mover_module
@@ -105,44 +105,6 @@ def test_a_spec_that_cannot_be_is_refused_when_it_is_built(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         with_sidecars(*sidecars())
-
-
-class Allocations(CpuDevice):
-    """Counts what is allocated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocated = 0
-
-    def device_tensor(self, shape: tuple[int, ...]) -> Any:
-        self.allocated += 1
-        return super().device_tensor(shape)
-
-    def host_tensor(self, shape: tuple[int, ...]) -> Any:
-        self.allocated += 1
-        return super().host_tensor(shape)
-
-
-@pytest.mark.parametrize("host", [0, 16])
-async def test_a_sidecar_that_does_not_fit_is_refused_before_anything_is_allocated(host: int) -> None:
-    huge = 1 << 45
-    full = Full(bytes_per_token=4, device_tokens=64, host_tokens=host * 4)
-    config = stack(full, sidecars=[side("small", "full"), side("huge", "small", bytes_per_page=huge)], page_size=4)
-    device = Allocations()
-    with pytest.raises(ConfigError, match=r"'huge' on the device: device_pages=16: .* do not fit in memory"):
-        async with AsyncCache(config, device=device):
-            pass
-    assert device.allocated == 0
-    await device.aclose()
-
-
-async def test_a_request_longer_than_the_pools_is_refused_and_leaves_nothing() -> None:
-    async with opened(deepseek(device=8)) as cache:
-        before = cache.statistics().device
-        with pytest.raises(CacheFull, match="tokens are asked for, the device has room for"):
-            async with cache.lease(text(cache.config, 8, extra=1)):
-                pass
-        assert cache.statistics().device == before
 
 
 # storage: what a spec says of keys, sizes and who writes
@@ -289,26 +251,6 @@ async def test_a_load_of_full_alone_where_only_states_have_bytes_is_no_error() -
     await mover.device.aclose()
 
 
-async def test_a_pool_of_few_layers_is_there_with_its_last_and_one_batch_is_one_event() -> None:
-    """Layer i of every pool is there when layer i has come, so no layer of a model is there later than its own."""
-    mover = Mover(CpuDevice(), indexed().pools())
-    fill_host(mover)
-    gate = mover.device.gate()
-    load = mover.load(moves_of([FULL]), [gate])
-    assert len(load.layers) == 4
-    assert not load.layers[0].done()
-    gate.open()
-    await load.layers[1].wait()
-    for name, layers in (("indexer", 2), ("full", 2)):
-        pool = mover.host_pools[name].array
-        for i in range(layers):
-            for src, dst in zip(SRC[FULL], DST[FULL], strict=True):
-                row = mover.device_pools[name].layer(i)[dst].cpu().numpy()
-                assert np.array_equal(row, pool[src, i]), (name, i)
-    await load.done.wait()
-    await mover.device.aclose()
-
-
 # memory
 
 
@@ -421,25 +363,6 @@ async def test_every_pool_comes_back_from_storage_in_a_cache_that_never_computed
         await memory.aclose()
 
 
-@pytest.mark.parametrize("stack", STACKS)
-async def test_a_longer_prompt_goes_on_from_the_host_and_the_next_process_has_all_of_it(stack: str) -> None:
-    config = STACKS[stack]()
-    storage = MemoryBackend()
-    for turn in range(1, 4):
-        async with opened(config, storage=storage) as cache:
-            spoil_device(cache)
-            tokens = text(config, 3 * turn, extra=1)
-            assert await serve(cache, tokens) == 3 * (turn - 1) * config.page_size
-            await settled(cache)
-            await push_out(cache)
-            async with cache.lease(tokens) as lease:
-                await lease.loaded()
-                assert lease.hits == (0, 3 * turn * config.page_size, 0)
-                verify(cache, lease, tokens[:-1])
-            assert await cache.flush() == (0, 0)
-    await storage.aclose()
-
-
 async def test_a_split_inside_the_shared_prefix_divides_every_pool() -> None:
     config = deepseek()
     storage = MemoryBackend()
@@ -467,20 +390,6 @@ async def served(cache: AsyncCache, prompt: list[int]) -> int:
         await lease.loaded()
         verify(cache, lease, prompt[:-1])
         return lease.cached
-
-
-async def test_a_prompt_shorter_than_the_window_needs_all_of_it() -> None:
-    config = deepseek(window=40)
-    storage = MemoryBackend()
-    async with opened(config, storage=storage) as cache:
-        await serve(cache, text(config, 3, extra=1))
-        await cache.flush()
-    async with opened(config, storage=storage) as cache:
-        spoil_device(cache)
-        async with cache.lease(text(config, 3, extra=1)) as lease:
-            await lease.loaded()
-            assert verify(cache, lease, text(config, 3)) == {spec.name: 3 for spec in solid(config)}
-    await storage.aclose()
 
 
 async def test_a_window_that_the_device_gave_up_comes_back_with_its_states_and_nothing_else() -> None:

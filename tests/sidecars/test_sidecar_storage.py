@@ -180,27 +180,6 @@ def serial(calls: Sequence[Call]) -> bool:
     return all(call.ended == number for number, call in enumerate(calls, start=calls[0].ended))
 
 
-@pytest.mark.parametrize("position", range(PAGES))
-@pytest.mark.parametrize("stack", ["indexed", "everything", "deepseek"])
-async def test_after_a_full_read_that_failed_in_part_nothing_behind_it_is_read_or_marked(
-    stack: str, position: int
-) -> None:
-    config = STACKS[stack]()
-    prompt = text(config, PAGES, extra=1)
-    async with stored(config, [prompt]) as backend:
-        order = classes(config)
-        lead = next(name for name, rank in order.items() if rank == 0)
-        backend.bad = {keys_of(config, prompt)[lead, position]: "failed"}
-        backend.calls.clear()
-        end = longest(config, PAGES, [(lead, position), *never_stored(config)])
-        async with opened(config, storage=backend) as cache:
-            assert await cached(cache, prompt) == end
-            beyond = [p for _, ps in backend.places(config, prompt, "get") for p in ps if p[1] >= position]
-            assert {name for name, _ in beyond} == {lead}, "the others are not read where FULL has no page"
-            backend.bad.clear()
-            assert await cached(cache, prompt) == PAGES, "and what was not read then can be had later"
-
-
 async def cached(cache: AsyncCache, prompt: Sequence[int]) -> int:
     """How many pages a lease gets, every byte of every pool verified."""
     async with cache.lease(prompt) as lease:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+
+from tests.storage.page_kit import OPENED
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    """``backends`` as an installed distribution offers them. What else lies in ``folder`` can be imported."""
+    info = folder / "plugins-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
+    offered = "".join(f"{name} = {where}\n" for name, where in backends.items())
+    (info / "entry_points.txt").write_text(f"[asynccache.backends]\n{offered}")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def _closing() -> AsyncIterator[None]:
+    """What ``open_at`` has opened is closed."""
+    yield
+    while OPENED:
+        await OPENED.pop().aclose()
 
 
 @pytest.fixture
 def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backends as an installed distribution offers them."""
-    info = tmp_path / "plugins-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[asynccache.backends]\nfile = asynccache_backends.file:FileBackend\n"
-        "memory = asynccache_backends.memory:MemoryBackend\n"
-    )
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    install(tmp_path, monkeypatch, file="asynccache_backends.file:FileBackend",
+            memory="asynccache_backends.memory:MemoryBackend")  # fmt: skip

@@ -41,10 +41,15 @@ async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
 # A file store in a folder, and pages whose content is a function of their key.
 
 
+OPENED: list[CheckedStore] = []
+
+
 async def open_at(
     folder: Path, options: str = "capacity=16MiB&segment=1MiB", layout: StoreLayout = LAYOUT
 ) -> CheckedStore:
-    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout)
+    """It is closed at the end of the test, if that does not close it."""
+    OPENED.append(CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout))
+    return OPENED[-1]
 
 
 def file_backend(store: CheckedStore) -> FileBackend:

@@ -49,7 +49,6 @@ async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) 
     assert stats["evicted_pages"] == 2500 - sum(there)
     assert (stats["moved_pages"], stats["write_amplification"]) == (0, 1.0)
     assert set(await get(store, keys[-800:])) == {Result.HIT}
-    await store.aclose()
 
 
 @pytest.mark.slow(2)
@@ -68,7 +67,6 @@ async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Pat
     await store.aclose()
     store = await open_at(tmp_path / "s")
     assert await get(store, hot) == [Result.HIT] * 20
-    await store.aclose()
 
 
 async def test_pages_of_every_length_get_their_second_chance(tmp_path: Path) -> None:
@@ -223,7 +221,6 @@ async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path
         await asyncio.wait([task])
         assert task.cancelled()
     assert await backend.exists(keys) == [Result.HIT] * 20
-    await store.aclose()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
@@ -243,7 +240,6 @@ async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: 
     assert (stats["errors"], stats["refused_writes"], stats["breaker"]) == (2, 1, 0)
     io.stop()
     assert await get(store, keys[:10]) == [Result.HIT] * 10
-    await store.aclose()
 
 
 @pytest.mark.parametrize(
@@ -278,7 +274,6 @@ async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
     for key in keys_of(20, "swa"):
         assert await put(store, [key]) == await get(store, [key]) == [Result.HIT]
     assert store.stats()["disk_bytes"] <= 72 << 10
-    await store.aclose()
 
 
 PAGES = keys_of(1000)
@@ -482,7 +477,6 @@ async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_pat
     await store.aclose()
     store = await open_at(tmp_path / "s")
     assert await get(store, [page_key(f"0/{i}") for i in range(50)]) == [Result.HIT] * 50
-    await store.aclose()
 
 
 async def put_twice(store: CheckedStore, first: int) -> None:
@@ -562,7 +556,6 @@ async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pa
     store = await open_at(tmp_path / "s")
     assert await get(store, [page_key("a")]) == [Result.HIT]
     assert store.stats()["scanned_groups"] == 0
-    await store.aclose()
 
 
 @contextmanager
@@ -599,7 +592,6 @@ async def test_a_read_only_folder_is_refused_by_name_and_nothing_stays_open(tmp_
         assert open_files(tmp_path) == []
     store = await open_at(folder)
     assert set(await get(store, keys_of(20))) == {Result.HIT if used else Result.MISS}
-    await store.aclose()
 
 
 @pytest.mark.parametrize("options", ["capacity=8MiB&segment=1MiB", "capacity=8MiB&segment=1MiB&mode=0700&direct=off"])

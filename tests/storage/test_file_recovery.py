@@ -191,7 +191,6 @@ async def test_after_a_kill_only_the_last_segments_are_scanned(tmp_path: Path) -
     store = await open_at(tmp_path / "killed")
     assert await read(store, keys) == [Result.HIT] * 1000
     assert store.stats()["scanned_groups"] <= 3, "no more than a segment holds"
-    await store.aclose()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -204,7 +203,6 @@ async def test_a_footer_names_every_page_whose_write_has_ended(tmp_path: Path, s
     store = await open_at(tmp_path / "s")
     assert await read(store, keys) == [Result.HIT] * 600
     assert store.stats()["scanned_groups"] == 0
-    await store.aclose()
 
 
 async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
@@ -252,7 +250,6 @@ async def test_what_is_left_of_older_data_is_not_taken_for_pages(closed: Path, t
     store = await open_at(closed)
     assert store.stats()["pages"] == 60
     assert store.stats()["scanned_groups"] == 0
-    await store.aclose()
 
 
 async def test_a_folder_of_another_schema_is_refused(closed: Path) -> None:

@@ -42,7 +42,7 @@ from tests.waiting import interrupted_after
 
 KEYS = keys_of(60)
 FILES = ("lock", "manifest.json", "segment-0000000000000001.kv")
-LEFTOVERS = ("manifest.json.new",)
+LEFTOVER = "manifest.json.new"
 PATIENCE = 20
 
 
@@ -100,14 +100,18 @@ def nothing_hangs() -> Iterator[None]:
         yield
 
 
-@pytest_asyncio.fixture
-async def store(tmp_path: Path) -> Path:
-    """A folder with 60 pages, two of them deleted."""
-    opened = await open_at(tmp_path / "store")
+async def used(folder: Path) -> Path:
+    """``folder`` with 60 pages, two of them deleted."""
+    opened = await open_at(folder)
     await fill(opened, KEYS)
     await opened.delete(KEYS[:2])
     await opened.aclose()
-    return tmp_path / "store"
+    return folder
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> Path:
+    return await used(tmp_path / "store")
 
 
 def put_in_place(path: Path, make: Callable[[Path], None]) -> None:
@@ -139,33 +143,21 @@ async def test_something_strange_in_the_place_of_a_file_is_refused_by_name(
     assert open_files(store) == []
 
 
-@pytest.mark.parametrize("name", LEFTOVERS)
-async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_name(tmp_path: Path, name: str) -> None:
+async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_name(tmp_path: Path) -> None:
     """A file is written beside the one that it replaces, and nothing is written through a link."""
     where = make_folder(tmp_path / "store")
-    link_to_a_file(where / name)
-
-    async def use() -> None:
-        opened = await open_at(where)
-        await fill(opened, KEYS)
-        await opened.delete(KEYS[:2])
-        await opened.aclose()
-
-    with pytest.raises(Unavailable, match=f"store folder '{where}': {where / name} is a symbolic link"):
-        await use()
+    link_to_a_file(where / LEFTOVER)
+    with pytest.raises(Unavailable, match=f"store folder '{where}': {where / LEFTOVER} is a symbolic link"):
+        await used(where)
     assert precious(where) == "precious"
-    assert (where / name).is_symlink()
+    assert (where / LEFTOVER).is_symlink()
     assert open_files(where) == []
 
 
-@pytest.mark.parametrize("name", LEFTOVERS)
-async def test_what_a_kill_left_half_written_is_written_again(tmp_path: Path, name: str) -> None:
+async def test_what_a_kill_left_half_written_is_written_again(tmp_path: Path) -> None:
     where = make_folder(tmp_path / "store")
-    (where / name).write_text("half a file")
-    opened = await open_at(where)
-    await fill(opened, KEYS)
-    await opened.delete(KEYS[:2])
-    await opened.aclose()
+    (where / LEFTOVER).write_text("half a file")
+    await used(where)
     assert not [left for left in os.listdir(where) if left.endswith(".new")]
 
 
@@ -174,13 +166,7 @@ async def test_what_a_kill_left_half_written_is_written_again(tmp_path: Path, na
 def test_the_commands_answer_in_a_sentence(
     tmp_path: Path, name: str, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def make() -> None:
-        opened = await open_at(tmp_path / "store")
-        await fill(opened, KEYS)
-        await opened.delete(KEYS[:2])
-        await opened.aclose()
-
-    asyncio.run(make())
+    asyncio.run(used(tmp_path / "store"))
     put_in_place(tmp_path / "store" / name, fifo)
     more = ["--yes"] if action == "clear" else []
     assert main(["store", action, f"file:{tmp_path}/store", *more]) == 2
@@ -279,7 +265,6 @@ async def test_a_footer_that_verifies_and_says_nonsense_is_not_believed(store: P
     with_footer(store, body + _head(FOOTER_MAGIC, (count, 1, tail, len(body)), 0, body, seed_of(store)))
     opened = await open_at(store)
     assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
-    await opened.aclose()
 
 
 async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> None:
@@ -291,7 +276,6 @@ async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> Non
     opened = await open_at(store)
     assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
     await fill(opened, keys_of(100, "odd"))
-    await opened.aclose()
 
 
 async def test_deletions_of_unknown_pages_and_places_are_no_harm(store: Path) -> None:
@@ -303,7 +287,6 @@ async def test_deletions_of_unknown_pages_and_places_are_no_harm(store: Path) ->
     opened = await open_at(store)
     assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
     assert opened.stats()["scanned_groups"] == 0
-    await opened.aclose()
 
 
 async def test_a_segment_with_the_last_of_all_numbers_is_refused_by_name(store: Path) -> None:
@@ -392,21 +375,6 @@ async def test_a_store_that_was_closed_can_be_opened_while_a_forked_process_live
             os.close(fd)
 
 
-async def test_a_forked_process_that_closes_its_copy_of_a_store_takes_the_folder_from_nobody(store: Path) -> None:
-    opened = await open_at(store)
-    inherited = opened.backend._lock  # type: ignore[attr-defined]
-    child = os.fork()
-    if not child:
-        try:
-            inherited.release()
-        finally:
-            os._exit(0)
-    await asyncio.to_thread(os.waitpid, child, 0)
-    with pytest.raises(Unavailable, match="in use"):
-        await open_at(store)
-    await opened.aclose()
-
-
 async def test_the_lock_on_the_file_holds_as_well(store: Path) -> None:
     """Somebody may know of the file and of nothing else: both ways."""
     theirs = os.open(store / "lock", os.O_RDWR)
@@ -414,11 +382,10 @@ async def test_the_lock_on_the_file_holds_as_well(store: Path) -> None:
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
         await open_at(store)
     fcntl.flock(theirs, fcntl.LOCK_UN)
-    opened = await open_at(store)
+    await open_at(store)
     with pytest.raises(BlockingIOError):
         fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(theirs)
-    await opened.aclose()
 
 
 async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,10 +398,9 @@ async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypat
         real(fd, what)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    opened = await open_at(store)
+    await open_at(store)
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
         await open_at(store)
-    await opened.aclose()
 
 
 async def test_a_folder_that_could_not_be_made_private_is_not_in_use(
@@ -449,8 +415,7 @@ async def test_a_folder_that_could_not_be_made_private_is_not_in_use(
         broken.setattr(Folder, "tighten", fails)
         with pytest.raises(Unavailable, match="Input/output error"):
             await open_at(store)
-    opened = await open_at(store)
-    await opened.aclose()
+    await open_at(store)
 
 
 def test_the_backend_says_where_it_is(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asynccache_backends.file import FileBackend
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
@@ -28,7 +27,6 @@ from asynccache.storage import (
     StoreLayout,
     StoreOptions,
     completed,
-    parse_url,
 )
 from asynccache.storage.checked import store_layout
 from asynccache.storage.loop_thread import PendingCall, Rows
@@ -396,22 +394,6 @@ async def test_so_it_can_when_the_caller_called_for_the_whole_and_had_pages_at_h
     assert isinstance(store.last_error, Unavailable)
     await store.aclose()
     gc.collect()  # what pytest keeps of the error is its own
-    memory.close()
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE_PAGE])
-async def test_so_it_can_after_a_store_of_files_that_cannot_be_read_any_more(tmp_path: Path, size: int) -> None:
-    memory, layout = mmap.mmap(-1, PAGES * size), StoreLayout({"full": size}, b"schema")
-    backend = await FileBackend.open(parse_url(f"file:{tmp_path / 'kv'}"), layout)
-    store = CheckedStore(backend, layout, timeout=5.0)
-    assert await store.put(page_keys(), payloads(memory, size)) == [Result.HIT] * PAGES
-    segments = list((tmp_path / "kv").glob("segment-*.kv"))
-    assert segments
-    for segment in segments:
-        segment.write_bytes(b"")
-    assert Result.HIT not in await store.get(page_keys(), payloads(memory, size))
-    await store.aclose()
-    assert (await store.put(page_keys(), payloads(memory, size))) == [Result.FAILED] * PAGES
     memory.close()
 
 

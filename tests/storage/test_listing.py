@@ -113,7 +113,6 @@ async def test_old_pages_are_collected_and_young_ones_stay(tmp_path: Path, clock
     assert await get(store, old) == [Result.MISS] * 40
     assert await get(store, young) == [Result.HIT] * 40
     assert (await collect(store, 60)).pages == 0
-    await store.aclose()
 
 
 async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: Clock) -> None:
@@ -149,7 +148,6 @@ async def test_the_room_of_dead_pages_comes_back(tmp_path: Path, clock: Clock) -
     await store.aclose()
     again = await open_at(tmp_path / "kv", SMALL)
     assert await get(again, keys) == [Result.HIT if key in keep else Result.MISS for key in keys]
-    await again.aclose()
 
 
 async def test_a_store_that_is_looked_at_is_compacted_without_losing_a_page(tmp_path: Path) -> None:
@@ -171,7 +169,6 @@ async def test_a_store_that_is_looked_at_is_compacted_without_losing_a_page(tmp_
     assert await get(again, keep) == [Result.HIT] * len(keep)
     assert again.stats()["pages"] == len(keep)
     assert again.stats()["disk_bytes"] < before / 2
-    await again.aclose()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 34])
@@ -188,7 +185,6 @@ async def test_a_collection_that_is_cancelled_leaves_the_rest(tmp_path: Path, st
     assert await get(store, keys[::5]) == [Result.HIT] * 20
     await collect(store)
     assert await get(store, keys[::5]) == [Result.HIT] * 20
-    await store.aclose()
 
 
 async def test_a_full_store_loses_nothing_to_a_collection(tmp_path: Path) -> None:
@@ -204,7 +200,6 @@ async def test_a_full_store_loses_nothing_to_a_collection(tmp_path: Path) -> Non
     for _ in range(3):
         await collect(store)
         assert await get(store, keep) == [Result.HIT] * len(keep)
-    await store.aclose()
 
 
 async def test_a_segment_with_a_page_that_cannot_be_read_stays(tmp_path: Path) -> None:
@@ -225,7 +220,6 @@ async def test_a_segment_with_a_page_that_cannot_be_read_stays(tmp_path: Path) -
         file.truncate(size)
     await collect(store)
     assert not path.exists()
-    await store.aclose()
 
 
 async def test_what_is_mostly_alive_is_not_moved(tmp_path: Path) -> None:
@@ -235,7 +229,6 @@ async def test_what_is_mostly_alive_is_not_moved(tmp_path: Path) -> None:
     await store.delete(keys[::4])
     assert await collect(store) == Collected()
     assert store.stats()["moved_pages"] == 0
-    await store.aclose()
 
 
 # Reading a store through: what is damaged is found, dropped and counted, and nothing else is.
@@ -255,7 +248,6 @@ async def test_a_good_store_stays_as_it_is(tmp_path: Path) -> None:
     assert await store.scrub() == Scrubbed(59, 58 * FULL + 1000, 0, 0)
     assert await get(store, KEYS) == [Result.HIT] * 3 + [Result.MISS] * 2 + [Result.HIT] * 55
     assert store.stats()["errors"] == 0
-    await store.aclose()
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -292,7 +284,6 @@ async def test_what_a_damaged_header_block_named_or_was_cut_off_is_dropped(
     edit(segment(tmp_path / "s"), change)
     assert await store.scrub() == Scrubbed(60, 60 * FULL, len(lost), 0)
     assert await get(store, KEYS) == [Result.MISS if i in lost else Result.HIT for i in range(60)]
-    await store.aclose()
 
 
 def unreadable(*_: object) -> int:
@@ -316,7 +307,6 @@ async def test_what_cannot_be_read_is_counted_and_left_alone(
     part, *_ = file_backend(store).parts()
     await store.clear()
     assert await file_backend(store).scrub(part, all_good) == Scrubbed(), "it is no error: its segment was reclaimed"
-    await store.aclose()
 
 
 async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
@@ -324,7 +314,6 @@ async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
     await fill(store, KEYS)
     await store.scrub()
     assert [group.hot for group in file_backend(store)._log.index.holders.values()] == [0, 0]
-    await store.aclose()
 
 
 async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: Path) -> None:
@@ -340,7 +329,6 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
     (part,) = (part for part in backend.parts() if part.pages == 42)
     assert await backend.scrub(part, late) == Scrubbed(42, 42 * FULL, 1, 0)
     assert await get(store, KEYS[:4]) == [Result.HIT, Result.MISS, Result.MISS, Result.HIT]
-    await store.aclose()
 
 
 async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_reads(
@@ -368,7 +356,6 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
     go_on.set()
     await asyncio.wait([scrubbing])
     assert scrubbing.cancelled()
-    await store.aclose()
 
 
 async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: Path) -> None:
@@ -393,7 +380,6 @@ async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: P
     assert rounds > 1
     assert store.stats()["reclaimed_segments"] > 3
     assert store.stats()["errors"] == 0
-    await store.aclose()
 
 
 async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path: Path) -> None:
@@ -409,7 +395,6 @@ async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path:
         assert scrubbing.cancelled()
         assert len(os.listdir("/proc/self/fd")) == before
     assert await get(store, KEYS) == [Result.HIT] * 60
-    await store.aclose()
 
 
 async def test_closing_waits_for_the_part_that_is_being_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
-from asynccache.storage import Closed, Pages, Result
+from asynccache.storage import Closed, Pages
 from asynccache.storage.pages import LETTING_GO
 from asynccache.testing.wrapped_backend import WrappedBackend
 from benchmarks.pages import main
@@ -196,16 +196,6 @@ def test_calls_that_wait_together_are_taken_up_in_one_turn_of_the_loop() -> None
         go.set()
         assert [result(future) for future in futures] == [[MISS] * 2] * 50
         assert len(wakeups) == 1
-
-
-def test_calls_are_at_the_store_at_the_same_time() -> None:
-    store = Misbehaving(get="hangs")
-    with open_pages([store], memory()) as pages:
-        waiting = pages.get(keys(1), [0])
-        assert result(pages.exists(keys(1))) == [MISS]
-        assert not waiting.done()
-        pages.close(0)
-    assert result(waiting) == [Result.FAILED]
 
 
 # Absurd arguments are refused by name before anything is begun or changed.

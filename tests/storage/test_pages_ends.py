@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import subprocess
 import sys
@@ -200,15 +199,6 @@ def test_calls_that_race_with_close_are_answered_or_refused() -> None:
         assert pages.close().over
         asking.join(PATIENCE)
         assert {tuple(future.result(0)) for future in futures} <= {(MISS, MISS), (FAILED, FAILED)}
-
-
-def test_close_leaves_no_thread_and_no_lock(tmp_path: Path) -> None:
-    before = thread_names()
-    for _ in range(3):
-        with open_pages(f"file:{tmp_path}/kv", memory()) as pages:
-            result(pages.put(keys(1), [0]))
-            assert "asynccache-pages" in thread_names()
-    assert thread_names() == before
 
 
 def test_a_store_that_cannot_close_cleanly_is_told_when_all_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,18 +401,3 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(tmp_path: Path) -> No
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE,
                               cwd=Path(__file__).parents[2])  # fmt: skip
         assert (done.returncode, done.stdout) == (0, "[<Result.HIT: 1>]\n")
-
-
-def test_nothing_is_left_for_the_collector_to_find() -> None:
-    """A cycle would keep pages for as long as the collector likes."""
-    gc.collect()
-    gc.disable()
-    try:
-        with open_pages("memory:", memory()) as pages:
-            for number in range(5):
-                result(pages.put(keys(4, str(number)), range(4)))
-                result(pages.get(keys(4, str(number)), range(4)))
-            pages._serving.ask(lambda: None)
-            assert gc.collect() < 50
-    finally:
-        gc.enable()

@@ -19,7 +19,7 @@ import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache.cli import bench, output, store
+from asynccache.cli import bench, output
 from asynccache.cli.bench import summary
 from asynccache.cli.main import main
 from asynccache.cli.output import progress
@@ -223,17 +223,6 @@ def test_clear_asks_first(
     assert (out == f"file:{folder} is empty\n") is (status == 0)
     assert main(["store", "stat", f"file:{folder}", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["pages"] == left
-
-
-def test_a_clear_that_nobody_meant_does_not_even_open_the_store(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def opened(*_: object, **__: object) -> None:
-        raise AssertionError("it was opened")
-
-    monkeypatch.setattr(store, "open_store", opened)
-    monkeypatch.setattr("sys.stdin", Screen(True, "n\n"))
-    assert main(["store", "clear", f"file:{folder}"]) == 1
 
 
 STORED: OrderedDict[bytes, Any] = OrderedDict()
@@ -494,20 +483,6 @@ def test_a_store_that_returns_wrong_bytes_is_found_out(
     assert size["mismatches"] == 2 * 2 * (1 << 20) // 16384 // 8
     assert main(["bench", "store", "memory:", *SMALL]) == 1
     assert "pages came back wrong" in capsys.readouterr().out
-
-
-def test_a_store_that_leaves_the_buffer_as_it_was_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second round, too, when the buffer has had the right bytes before."""
-    original, calls = CheckedStore.get, 0
-
-    async def get(self: CheckedStore, keys: Sequence[PageKey], into: Sequence[memoryview]) -> list[Result]:
-        nonlocal calls
-        calls += 1
-        return await original(self, keys, into) if calls <= 2 * 8 else [Result.HIT] * len(keys)
-
-    monkeypatch.setattr(CheckedStore, "get", get)
-    report = bench.run(options("memory:", "--page-sizes", "16KiB", *SMALL[2:]), silent)
-    assert report["sizes"][0]["mismatches"] == 2 * 64
 
 
 def test_a_run_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

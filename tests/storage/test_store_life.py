@@ -6,14 +6,13 @@ import asyncio
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
@@ -34,8 +33,6 @@ from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import settings, text
-from tests.sidecars.sidecar_kit import deepseek, everything, opened, serve
-from tests.sidecars.sidecar_kit import text as sidecar_text
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
@@ -230,90 +227,6 @@ def test_a_detach_returns_when_the_calls_under_way_have_ended() -> None:
     simulate(main, 1)
 
 
-# A backend that lies, seen from the engine: no wrong byte is ever read, no request fails, and the pages are found
-# again once it tells the truth. Wrong bytes, another page's bytes, bytes of another length, a hit without data, answers
-# for fewer keys or for more, a put that stores nothing, and answers that are no answers.
-
-
-PAGES = 6
-Lie = Callable[[list[Result], Sequence[Record]], Any]
-
-
-def _wrong(results: list[Result], records: Sequence[Record]) -> list[Result]:
-    for record in records:
-        record.payload[record.payload.nbytes // 2] ^= 1
-    return results
-
-
-def _headless(results: list[Result], records: Sequence[Record]) -> list[Result]:
-    for record in records:
-        record.header[50] ^= 1
-    return results
-
-
-def _swapped(results: list[Result], records: Sequence[Record]) -> list[Result]:
-    """Whole records, each under another's key, wherever they are of one size."""
-    for one, other in zip(records[::2], records[1::2], strict=False):
-        if one.payload.nbytes == other.payload.nbytes:
-            for a, b in ((one.header, other.header), (one.payload, other.payload)):
-                a[:], b[:] = bytes(b), bytes(a)
-    return results
-
-
-def _short(results: list[Result], records: Sequence[Record]) -> list[Result]:
-    for record in records:
-        record.payload[record.payload.nbytes - 1 :] = b"\0"
-        record.header[8:16] = (record.payload.nbytes - 1).to_bytes(8, "little")
-    return results
-
-
-def _empty(results: list[Result], records: Sequence[Record]) -> list[Result]:
-    for record in records:
-        record.header[:] = bytes(64)
-        record.payload[:] = bytes(record.payload.nbytes)
-    return [Result.HIT] * len(results)
-
-
-LIES: dict[str, Lie] = {
-    "wrong bytes": _wrong, "a wrong header": _headless, "another page": _swapped, "another length": _short,
-    "nothing": _empty, "fewer answers": lambda results, records: results[:-1],
-    "more answers": lambda results, records: [*results, Result.HIT], "no answer": lambda results, records: None,
-    "numbers": lambda results, records: [17] * len(results),
-}  # fmt: skip
-
-
-class Liar(WrappedBackend):
-    """Lies about what it gives."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.lie: Lie | None = None
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        results = await self.inner.get(keys, records)
-        return results if self.lie is None else self.lie(results, records)
-
-
-@pytest.mark.parametrize("shape", [deepseek, everything])
-@pytest.mark.parametrize("lie", LIES)
-async def test_no_lie_is_served(lie: str, shape: Any) -> None:
-    config = shape(prefetch_policy="wait_complete")
-    liar, tokens = Liar(), sidecar_text(config, PAGES, extra=1)
-    async with opened(config, storage=liar) as cache:
-        await serve(cache, tokens[:-1])
-        await cache.flush()
-    whole = PAGES * config.page_size
-    liar.lie = LIES[lie]
-    async with opened(config, storage=liar) as cache:
-        assert await serve(cache, tokens) < whole, "and what was cached was verified"
-        statistics = cache.statistics()
-        assert statistics.storage["corrupt_pages"] + statistics.storage["failed_calls"] > 0
-        await cache.flush()
-    liar.lie = None
-    async with opened(config, storage=liar) as cache:
-        assert await serve(cache, tokens) == whole, "what did not verify was stored anew"
-
-
 # Several stores as one: order, policies, promotion, failures of one of them, and leaving while somebody is inside.
 
 
@@ -414,31 +327,6 @@ def has(backend: SimulatedBackend, keys: Sequence[PageKey] = EIGHT_KEYS) -> list
 
 
 # order and policies
-
-
-@in_world
-async def test_without_a_store_nothing_is_there_and_nothing_is_stored(loop: SimulatedLoop) -> None:
-    store = tiers()
-    assert not store
-    assert await stored(store) == [FAILED] * 8
-    assert await fetched(store) == await store.exists(EIGHT_KEYS) == await store.delete(EIGHT_KEYS) == [MISS] * 8
-    await store.clear()
-    await store.flush()
-    assert store.stats() == {}
-    assert loop.time() < 0.001
-    await store.aclose()
-
-
-@in_world
-async def test_a_page_goes_to_every_store_that_is_written(loop: SimulatedLoop) -> None:
-    near, middle, far = Backend("near", LATE), Backend("middle", LATE), Backend("far", LATE)
-    store = tiers(near, middle, far, policies=[StoreOptions("b", write=False)])
-    assert await stored(store) == [HIT] * 8
-    assert all(has(near))
-    assert all(has(far))
-    assert not any(has(middle))
-    assert loop.time() < 0.11, "one after the other"
-    await store.aclose()
 
 
 @in_world

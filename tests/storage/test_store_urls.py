@@ -20,6 +20,7 @@ from asynccache.redaction import is_secret, redacted
 from asynccache.storage import CheckedStore, ParsedUrl, open_store, parse_size, parse_url
 from asynccache.storage.url import StoreOptions, take_options
 from asynccache.testing.backend_suite import LAYOUT
+from tests.storage.conftest import install
 
 # URLs, sizes and the search for a backend.
 
@@ -76,15 +77,9 @@ def test_unknown_options_and_choices_are_refused_by_name_and_value() -> None:
 
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution that offers one backend."""
-    info = tmp_path / "plugin-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[asynccache.backends]\nshelf = asynccache_backends.memory:MemoryBackend\nbroken = plugin_that_raises:Nothing\n"
-    )
     (tmp_path / "plugin_that_raises.py").write_text("raise RuntimeError('no shelf here')\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    shelf = "asynccache_backends.memory:MemoryBackend"
+    install(tmp_path, monkeypatch, shelf=shelf, broken="plugin_that_raises:Nothing")
 
 
 @pytest.mark.usefixtures("plug_in")
@@ -182,12 +177,8 @@ class Vault(MemoryBackend):
 @pytest.fixture
 def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An installed backend whose URL has secrets."""
-    info = tmp_path / "vault-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vault\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[asynccache.backends]\nvault = vault_backend_of_test:Vault\n")
     (tmp_path / "vault_backend_of_test.py").write_text(MODULE)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    install(tmp_path, monkeypatch, vault="vault_backend_of_test:Vault")
     monkeypatch.delitem(sys.modules, "vault_backend_of_test", raising=False)
     import vault_backend_of_test  # type: ignore[import-not-found]
 
