@@ -11,12 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from asynccache_backends.host import HostBackend
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.host import wire
 from asynccache.host.metrics import serve_metrics
-from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store, parse_url
+from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
 from tests.host.host_kit import client, serving, socket_path
 from tests.stores.server import free_port
@@ -352,14 +351,6 @@ async def test_closing_fails_the_calls_under_way_and_frees_what_they_had(monkeyp
                 await put
         await until(lambda: not server._peers)
         assert server.table.reserved_bytes == 0
-
-
-@pytest.mark.parametrize("url", [
-    "host:", "host:relative", "host:/" + "a" * 107, "host:/s?label=a b", "host:/s?owner=me", "host:/s?size=1",
-])  # fmt: skip
-def test_urls_that_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
-        HostBackend.check(parse_url(url), LAYOUT)
 
 
 @pytest.mark.asyncio

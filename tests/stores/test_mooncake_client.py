@@ -451,35 +451,6 @@ def test_all_options() -> None:
     assert settings.name(KEY).startswith("team/a.")
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "mooncake:",
-        "mooncake://",
-        "mooncake://a b:1",
-        "mooncake://host:0",
-        "mooncake://host:65536",
-        "mooncake://host:1/path",
-        "mooncake://user:secret@host:1",
-        "mooncake://host:1?replicas=0",
-        "mooncake://host:1?replicas=many",
-        "mooncake://host:1?threads=17",
-        "mooncake://host:1?protocol=udp",
-        "mooncake://host:1?segment=big",
-        "mooncake://host:1?namespace=a*",
-        "mooncake://host:1?namespace=",
-        "mooncake://host:1?namespace=" + "x" * 65,
-        "mooncake://host:1?metadata=file:///etc/passwd",
-        "mooncake://host:1?metadata=http://user:secret@host/",
-        "mooncake://host:1?admin=host",
-        "mooncake://host:1?size=1",
-    ],
-)
-def test_what_cannot_be_used_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
-        settings_of(parse_url(url))
-
-
 def test_names_are_a_namespace_and_hex_and_lead_back() -> None:
     settings = settings_of(parse_url("mooncake://h:1?namespace=a.b-"))
     name = settings.name(KEY)
