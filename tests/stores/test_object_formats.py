@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
+from collections.abc import Iterator
 from hashlib import sha256
 
 import pytest
@@ -55,20 +55,20 @@ def pack_of(clock: NameClock, numbers: list[int]) -> Pack:
     return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, entries_of(numbers))
 
 
-def test_a_footer_comes_back_whatever_lies_before_it() -> None:
+def flipped(data: bytes) -> Iterator[bytes]:
+    """With one bit of each byte turned."""
+    for at in range(len(data)):
+        yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+
+def test_a_footer_comes_back_whatever_lies_before_it_and_no_flipped_bit_goes_unseen() -> None:
     footer = footer_of([1, 2, 3])
     size = 30 + len(footer)
     assert footer_bytes(footer) == footer_bytes(footer[-TRAILER_BYTES:]) == len(footer)
     for before in (b"", b"x" * 17):
         assert parse_footer(before + footer, size, RECORD_SCHEMA) == entries_of([1, 2, 3])
-
-
-def test_no_flipped_bit_of_a_footer_goes_unseen() -> None:
-    footer = footer_of([1, 2])
-    for at in range(len(footer)):
-        broken = bytearray(footer)
-        broken[at] ^= 1 << at % 8
-        assert parse_footer(bytes(broken), 20 + len(footer), RECORD_SCHEMA) is None
+    assert not any(parse_footer(broken, size, RECORD_SCHEMA) for broken in flipped(footer))
+    assert parse_footer(footer, size, OTHER) is None, "another schema"
 
 
 def test_a_footer_that_does_not_fit_its_object_is_damaged() -> None:
@@ -87,11 +87,6 @@ def test_a_footer_that_lies_about_offsets_is_damaged() -> None:
         assert parse_footer(footer, 20 + len(footer), RECORD_SCHEMA) is None
 
 
-def test_a_pack_of_another_schema_is_not_read() -> None:
-    footer = footer_of([1])
-    assert parse_footer(footer, 10 + len(footer), OTHER) is None
-
-
 def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     clock = NameClock()
     first, second = pack_of(clock, [1, 2]), pack_of(clock, [3])
@@ -104,20 +99,14 @@ def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     assert parse_snapshot(memoryview(data), OTHER) is None
     for cut in (0, 10, 55, 56, len(data) - 1):
         assert parse_snapshot(memoryview(data[:cut]), RECORD_SCHEMA) is None
-    for at in range(len(data)):
-        broken = bytearray(data)
-        broken[at] ^= 1 << at % 8
-        assert parse_snapshot(memoryview(broken), RECORD_SCHEMA) is None, at
+    assert not any(parse_snapshot(memoryview(broken), RECORD_SCHEMA) for broken in flipped(data))
 
 
 def test_a_tombstone_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     name, data = NameClock().name(), pack_tomb([key_of(1), key_of(2)])
     assert parse_tomb(name, data) == (key_of(1), key_of(2))
     assert parse_tomb("../" + name, data) is None
-    for at in range(len(data)):
-        broken = bytearray(data)
-        broken[at] ^= 1 << at % 8
-        assert parse_tomb(name, bytes(broken)) is None
+    assert not any(parse_tomb(name, broken) for broken in flipped(data))
 
 
 def test_names_sort_by_time_and_never_go_back() -> None:
@@ -241,9 +230,3 @@ def test_places_that_are_understood(url: str, monkeypatch: pytest.MonkeyPatch) -
 def test_queries_and_long_texts_are_cut_from_messages() -> None:
     text = redacted(ValueError(f"GET https://x.blob/c?sig={SECRET}&se=1 failed\nheaders: {SECRET}" + "x" * 999))
     assert text == "ValueError: GET https://x.blob/c?... failed"
-
-
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'obstore>=0\.6'"):
-        connect(parse_url("s3://bucket"), settings_of(parse_url("s3://bucket")))

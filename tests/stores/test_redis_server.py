@@ -1,8 +1,9 @@
-"""A real Redis server that is killed, hung, emptied, full, refuses, or wants to know who asks."""
+"""What only a Redis server does: it is full, refuses, wants to know who asks, forgets, lists; and maps of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,10 +18,10 @@ from msgspec.structs import replace
 from redis.crc import key_slot
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import HostPort, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of
+from asynccache.storage import HostPort, PageKey, Result, Stored, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of, same
 from tests.storage.page_kit import get, put
-from tests.stores.kinds import backend_at, opened
+from tests.stores.kinds import backend_at, opened, until_answered
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
 from tests.stores.test_redis_connection import PING, Script, answers, connected, peer, server_of, silent
@@ -86,16 +87,6 @@ def _sets(server: RedisServer) -> str:
     return next(line for line in server.say("INFO", "commandstats").splitlines() if line.startswith("cmdstat_set:"))
 
 
-async def test_a_server_that_evicts_forgets_old_pages() -> None:
-    with RedisServer(maxmemory=8 << 20, options=("--maxmemory-policy", "allkeys-lru")) as server:
-        async with backend_at(server.url, BIG) as backend:
-            for first in range(0, 64, 8):
-                assert await put_big(backend, 8, first) == [HIT] * 8
-            keys = [page_key(str(i)) for i in range(64)]
-            results = await backend.get(keys, [blank(key, BIG) for key in keys])
-            assert set(results) == {HIT, MISS}
-
-
 @pytest.mark.parametrize(("password", "opens"), [("hunter2", True), ("wrong", False), ("", False)])
 async def test_a_password(password: str, opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCCACHE_REDIS_PASSWORD", raising=False)
@@ -105,17 +96,13 @@ async def test_a_password(password: str, opens: bool, monkeypatch: pytest.Monkey
             async with backend_at(url) as backend:
                 await put_all(backend, keys_of(3))
                 assert "hunter2" not in f"{backend!r} {backend.stats()}"
+            monkeypatch.setenv("ASYNCCACHE_REDIS_PASSWORD", password)
+            async with backend_at(server.url) as backend:
+                assert await backend.exists(keys_of(3)) == [HIT] * 3
         else:
             with pytest.raises(Unavailable, match=r"WRONGPASS|NOAUTH") as caught:
                 await RedisBackend.open(parse_url(url), LAYOUT)
             assert "wrong" not in str(caught.value)
-
-
-async def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RedisServer(password="hunter2") as server:
-        monkeypatch.setenv("ASYNCCACHE_REDIS_PASSWORD", "hunter2")
-        async with backend_at(server.url) as backend:
-            await put_all(backend, keys_of(3))
 
 
 async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> None:
@@ -434,3 +421,99 @@ async def test_a_name_that_no_machine_can_have() -> None:
     for address in (HostPort("a..b", 1), HostPort("a\0b", 1)):  # as a cluster's map may name them
         with pytest.raises(BackendError):
             await server_of(RedisSettings(seeds=(address,))).ask(PING)
+
+
+# What it keeps for whom, what it lists, and what it forgets by itself.
+
+
+async def _listed(backend: RedisBackend) -> list[Stored]:
+    return [stored async for part in backend.listing() for stored in part]
+
+
+async def test_a_page_that_is_there_is_not_sent_again(server: RedisServer) -> None:
+    keys = keys_of(20)
+    async with backend_at(server.url) as backend:
+        records = await put_all(backend, keys)
+        before = _received(server)
+        assert await backend.put(keys, records) == [HIT] * 20
+        assert _received(server) - before < 16384
+
+
+def _received(server: RedisServer) -> int:
+    return int(server.say("INFO", "stats").partition("total_net_input_bytes:")[2].partition("\r")[0])
+
+
+@pytest.mark.parametrize("other", ["asynccache:b", "asynccach", "team*", "t[a-z]m:", "team?"])
+async def test_prefixes_keep_caches_apart(server: RedisServer, other: str) -> None:
+    """Also those that begin alike, and those that mean something to SCAN."""
+    keys = keys_of(8)
+    async with backend_at(server.url) as one, backend_at(f"{server.url}?prefix={other}") as two:
+        server.say("SET", "teamx" + "k" * 32, "not ours")
+        await put_all(one, keys)
+        assert await two.exists(keys) == [MISS] * 8
+        await put_all(two, keys[:3])
+        assert {stored.key for stored in await _listed(two)} == {key.key for key in keys[:3]}
+        await two.clear()
+        assert await _listed(two) == []
+        assert await one.exists(keys) == [HIT] * 8
+        assert server.say("EXISTS", "teamx" + "k" * 32) == ":1\r\n"
+
+
+async def test_keys_of_any_bytes(server: RedisServer) -> None:
+    """Line ends, braces, zeros, commands: a key is framed by its length and nothing else."""
+    raws = [b"\r\nFLUSHALL\r\n", b"{}", b"{a}", b"\0", b"*1\r\n$8\r\nFLUSHALL\r\n", b"\xff", b"*", b"?[a]\\"]
+    keys = [PageKey("../full\r\n", (text * 32)[:32]) for text in raws]
+    async with backend_at(server.url) as backend:
+        records = [record_of(page_key(str(i))) for i in range(len(keys))]
+        assert await backend.put(keys, records) == [HIT] * len(keys)
+        fetched = [record_of(page_key("x")) for _ in keys]
+        assert await backend.get(keys, fetched) == [HIT] * len(keys)
+        assert same(records, fetched)
+        assert {stored.key for stored in await _listed(backend)} == {key.key for key in keys}
+        assert await backend.delete(keys) == [HIT] * len(keys)
+
+
+async def test_what_left_while_it_was_looked_at_is_not_listed(server: RedisServer) -> None:
+    (key,) = keys_of(1)
+    async with backend_at(server.url) as backend:
+        await put_all(backend, [key])
+        names = [b"asynccache:" + key.key, b"asynccache:" + bytes(32)]
+        assert [stored.key for stored in await backend._entries(names)] == [key.key]
+
+
+async def test_with_a_ttl_it_is_known_when_a_page_was_written(server: RedisServer) -> None:
+    url = f"{server.url}?ttl=1h"
+    async with backend_at(server.url) as forever, backend_at(url) as backend:
+        await put_all(forever, keys_of(2))
+        await put_all(backend, [page_key("timed")])
+        written = sorted(stored.written for stored in await _listed(backend))
+        assert written[:2] == [0.0, 0.0]
+        assert abs(written[2] - time.time()) < 5
+        assert {stored.written for stored in await _listed(forever)} == {0.0}
+
+
+async def test_pages_leave_after_their_ttl(server: RedisServer) -> None:
+    keys = keys_of(5)
+    async with backend_at(f"{server.url}?ttl=0.3s") as backend, backend_at(server.url) as forever:
+        await put_all(backend, keys)
+        await put_all(forever, [page_key("stays")])
+        assert await backend.exists(keys) == [HIT] * 5
+        await until_answered(backend, keys, MISS)
+        assert await backend.exists([page_key("stays")]) == [HIT]
+
+
+
+async def test_what_this_process_did_is_counted(server: RedisServer) -> None:
+    keys = keys_of(6)
+    async with backend_at(server.url) as backend:
+        await put_all(backend, keys)
+        await get_all(backend, [*keys, page_key("never")])
+        stats = backend.stats()
+        assert (stats["pages"], stats["bytes"], stats["get_bytes"]) == (6, 6 * (64 + 16384), 6 * (64 + 16384))
+        assert (stats["errors"], stats["refused_pages"], stats["nodes"]) == (0, 0, 1)
+        assert stats["connects"] == stats["connections"] == 2
+    assert backend.stats()["connections"] == 0
+    with pytest.raises(BackendError):
+        await backend.clear()
+    with pytest.raises(BackendError):
+        await _listed(backend)
