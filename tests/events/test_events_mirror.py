@@ -1,7 +1,8 @@
-"""A mirror that follows the events alone has the blocks of tree and store, tier by tier, after every step."""
+"""A mirror that follows the events alone has the blocks of tree and stores, tier by tier, after every step."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,22 +10,28 @@ from random import Random
 from typing import Any
 
 import pytest
+from asynccache_backends import memory, page_index
 from asynccache_backends.file import FileBackend
 from asynccache_backends.memory import MemoryBackend
+from asynccache_backends.page_index import PageIndex
 
 from asynccache import AsyncCache, CacheFull, LoadFailed
 from asynccache.config import CacheConfig
-from asynccache.core.plan import Medium
+from asynccache.core.plan import Medium, Publish
 from asynccache.core.tree import PRESENT, Node
-from asynccache.events import Mirror, Notice, StorageReport
+from asynccache.events import Mirror, Notice, Opened, StorageReport
 from asynccache.events.announcer import Announcer, block_hash
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime import announcer as naming
 from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_url
 from asynccache.storage.checked import store_layout
+from asynccache.testing.backend_suite import keys_of, record_of
 from asynccache.testing.faulty_backend import FaultyBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, compute, local, parts, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, compute, local, parts, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import opened as opened_cache
 
+STORAGE = Medium.STORAGE.value
 Blocks = dict[str, set[int]]
 Opening = Callable[[CacheConfig, Path], Awaitable[StorageBackend]]
 
@@ -166,34 +173,29 @@ async def playing(folder: Path, open_: Opening, seed: int) -> AsyncIterator[tupl
 @pytest.mark.parametrize("open_", [in_memory, in_files, roomy, failing])
 async def test_the_mirror_equals_tree_and_store_after_every_step(open_: Opening, seed: int, tmp_path: Path) -> None:
     async with playing(tmp_path, open_, seed) as (world, reader, backend):
-        most = 0
+        most = removed = 0
         for _ in range(60):
+            before = set(reader.mirror.blocks[STORAGE])
             await world.step()
             world.keys(set())
             blocks = reader.read(world.cache)
             assert blocks[Medium.GPU.value] == on_tier(world.cache, 0)
             assert blocks[Medium.CPU.value] == on_tier(world.cache, 1)
             await settled(world.cache)
-            blocks = reader.read(world.cache)
-            assert blocks[Medium.GPU.value] == on_tier(world.cache, 0)
-            assert blocks[Medium.CPU.value] == on_tier(world.cache, 1)
-            assert world.keys(blocks[Medium.STORAGE.value]) == stored_keys(backend)
-            most = max(most, len(blocks[Medium.STORAGE.value]))
+            assert equal(world, reader, backend)
+            removed += len(before - blocks[STORAGE])
+            most = max(most, len(blocks[STORAGE]))
         assert most > 10, "it was never put to the test"
+        assert removed > 10 or open_ in (roomy, failing), "the store evicts nothing"
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("open_", [in_memory, in_files])
-async def test_the_stores_here_do_evict(open_: Opening, tmp_path: Path) -> None:
-    """Else the test above would say nothing of BlockRemoved on STORAGE."""
-    async with playing(tmp_path, open_, 0) as (world, reader, _):
-        removed = 0
-        for _ in range(40):
-            await world.serve()
-            await settled(world.cache)
-            before = set(reader.mirror.blocks[Medium.STORAGE.value])
-            removed += len(before - reader.read(world.cache)[Medium.STORAGE.value])
-        assert removed > 20
+def equal(world: World, reader: Reader, backend: StorageBackend) -> bool:
+    world.keys(set())
+    blocks = reader.read(world.cache)
+    assert blocks[Medium.GPU.value] == on_tier(world.cache, 0)
+    assert blocks[Medium.CPU.value] == on_tier(world.cache, 1)
+    assert world.keys(blocks[STORAGE]) == stored_keys(backend)
+    return True
 
 
 class Picky(WrappedBackend):
@@ -205,13 +207,6 @@ class Picky(WrappedBackend):
         if not self.picky:
             return await super().put(keys, records)
         return [*await super().put(keys[:-1], records[:-1]), Result.FAILED]
-
-
-def equal(world: World, reader: Reader, backend: StorageBackend) -> bool:
-    world.keys(set())
-    blocks = reader.read(world.cache)
-    tiers = [blocks[Medium.GPU.value] == on_tier(world.cache, 0), blocks[Medium.CPU.value] == on_tier(world.cache, 1)]
-    return all(tiers) and world.keys(blocks[Medium.STORAGE.value]) == stored_keys(backend)
 
 
 @pytest.mark.asyncio
@@ -241,11 +236,11 @@ async def test_what_was_stored_of_a_backup_that_failed_is_told(tmp_path: Path) -
         backend.picky = True  # type: ignore[attr-defined]
         await serve(world.cache, text(4))
         await settled(world.cache)
-        assert len(reader.read(world.cache)[Medium.STORAGE.value]) == 3
+        assert len(reader.read(world.cache)[STORAGE]) == 3
         assert equal(world, reader, backend)
         backend.picky = False  # type: ignore[attr-defined]
         await world.cache.flush()
-        assert len(reader.read(world.cache)[Medium.STORAGE.value]) == 4
+        assert len(reader.read(world.cache)[STORAGE]) == 4
         assert equal(world, reader, backend)
 
 
@@ -256,14 +251,14 @@ async def test_what_is_left_of_an_earlier_life_is_told_when_it_is_read() -> None
         reader = Reader()
         config, told = settings(host=16), reader.notices.append
         async with AsyncCache(config, device=device, storage=backend, on_event=told) as cache:
-            assert not reader.read(cache)[Medium.STORAGE.value]
+            assert not reader.read(cache)[STORAGE]
             await serve(cache, text(4, extra=1))
             await cache.flush()
-            assert len(reader.read(cache)[Medium.STORAGE.value]) == 4, life
+            assert len(reader.read(cache)[STORAGE]) == 4, life
             if life:
                 assert cache.statistics().prefetches["complete"] == 1
             await backend.delete([PageKey("full", key) for key in stored_keys(backend)])
-            assert not reader.read(cache)[Medium.STORAGE.value]
+            assert not reader.read(cache)[STORAGE]
             if not life:
                 await cache.reset()
                 await serve(cache, text(4, extra=1))
@@ -285,3 +280,236 @@ async def test_nothing_is_told_of_a_store_after_the_cache_is_closed() -> None:
     assert backend._tell is None
     await backend.aclose()
     await device.aclose()
+
+
+# Several stores, and stores that come and go: a block is on STORAGE while one of those attached has it.
+
+
+@asynccontextmanager
+async def opened(device: int = 14, host: int = 24) -> AsyncIterator[tuple[AsyncCache, Reader]]:
+    reader, cpu = Reader(), CpuDevice()
+    async with AsyncCache(settings(device=device, host=host), device=cpu, on_event=reader.notices.append) as cache:
+        yield cache, reader
+    await cpu.aclose()
+
+
+def there(backends: dict[str, StorageBackend], cache: AsyncCache) -> set[bytes]:
+    return {key for name in cache.stores for key in stored_keys(backends[name])}
+
+
+def known_to_the_tree(cache: AsyncCache) -> set[bytes]:
+    pools = local(cache)._map
+    return {pools.key("full", page).key for node in nodes(cache) for page in hashes_of(node)}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kinds", [(in_memory, in_files), (in_files, roomy), (failing, in_memory)])
+async def test_the_mirror_equals_the_stores_as_they_come_and_go(
+    kinds: tuple[Opening, Opening], seed: int, tmp_path: Path
+) -> None:
+    async with opened() as (cache, reader):
+        backends = {name: await kind(cache.config, tmp_path) for name, kind in zip("ab", kinds, strict=True)}
+        world, random, most = World(cache, seed), Random(seed), 0
+        for _ in range(50):
+            if random.random() < 0.3:
+                await change(cache, backends, random)
+            await world.step()
+            world.keys(set())
+            await settled(cache)
+            await turns()
+            await settled(cache)
+            world.keys(set())
+            blocks = reader.read(cache)
+            told = world.keys(blocks[STORAGE])
+            assert blocks[Medium.GPU.value] == on_tier(cache, 0)
+            assert told <= there(backends, cache), "a block that no store has"
+            watched = {key for name in cache.stores for key in stored_keys(backends[name])
+                       if not isinstance(backends[name], (Untold, FaultyBackend))}  # fmt: skip
+            assert watched & known_to_the_tree(cache) <= told, "a block that nobody was told of"
+            most = max(most, len(told))
+        assert most > 10, "it was never put to the test"
+    for backend in backends.values():
+        await backend.aclose()
+
+
+async def change(cache: AsyncCache, backends: dict[str, StorageBackend], random: Random) -> None:
+    name = random.choice("ab")
+    if name in cache.stores:
+        await cache.detach_storage(name, timeout=None if random.random() < 0.5 else 0)
+    else:
+        await cache.attach_storage(backends[name], name=name, backfill=random.random() < 0.5)
+
+
+@pytest.mark.asyncio
+async def test_what_a_store_has_that_is_attached_is_told_at_once_and_taken_back_when_it_goes() -> None:
+    backend = MemoryBackend()
+    async with opened(host=16) as (cache, _):
+        await cache.attach_storage(backend)
+        await serve(cache, text(4))
+        await cache.flush()
+    async with opened(host=16) as (cache, reader):
+        await serve(cache, text(4))
+        await settled(cache)
+        assert not reader.read(cache)[STORAGE]
+        await cache.attach_storage(backend, backfill=False)
+        await turns()
+        assert len(reader.read(cache)[STORAGE]) == 4
+        await cache.detach_storage()
+        assert not reader.read(cache)[STORAGE]
+        assert backend._tell is None
+        told = len(reader.notices)
+        await backend.clear()
+        assert len(reader.notices) == told
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_block_is_gone_when_the_last_store_has_lost_it() -> None:
+    first, second = MemoryBackend(), MemoryBackend()
+    async with opened(host=16) as (cache, reader):
+        await cache.attach_storage(first, name="first")
+        await cache.attach_storage(second, name="second")
+        await serve(cache, text(4))
+        await cache.flush()
+        assert len(reader.read(cache)[STORAGE]) == 4
+        for backend, left in ((first, 4), (second, 0)):
+            await backend.delete([PageKey("full", key) for key in stored_keys(backend)])
+            assert len(reader.read(cache)[STORAGE]) == left
+        await cache.flush()
+        await serve(cache, text(6))
+        await cache.flush()
+        assert len(reader.read(cache)[STORAGE]) == 2
+        await cache.detach_storage("first")
+        assert len(reader.read(cache)[STORAGE]) == 2, "the other one has them"
+        await cache.detach_storage("second")
+        assert not reader.read(cache)[STORAGE]
+    await first.aclose()
+    await second.aclose()
+
+
+@pytest.mark.asyncio
+async def test_many_keys_that_leave_are_told_in_slices() -> None:
+    backend = MemoryBackend()
+    async with opened(device=16, host=32) as (cache, reader):
+        await cache.attach_storage(backend)
+        keys = next(iter(parts(cache).announcer._keys.values()))  # type: ignore[union-attr]
+        keys.update(i.to_bytes(32, "big") for i in range(10_000))
+        reader.notices.clear()
+        await cache.detach_storage(timeout=0)
+        sizes = [len(notice.keys) for notice in reader.notices if isinstance(notice, StorageReport)]
+        assert sum(sizes) == 10_000
+        assert max(sizes) <= 4096
+    await backend.aclose()
+
+
+# A store with many keys hands them over in parts, a turn of the loop for each, before it is used; and what changes
+# meanwhile is right in the end.
+
+
+KEYS = 40
+
+
+class Holder:
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self._all = list(keys)
+
+    def keys(self) -> list[bytes]:
+        return self._all
+
+
+class Index(PageIndex[Holder]):
+    position_bits = 6
+
+    def put(self, *keys: bytes) -> None:
+        number = self._hold(Holder(keys))
+        self._locations.update({key: (number << self.position_bits) + at for at, key in enumerate(keys)})
+        self._changed(True, keys)
+
+    def drop(self, key: bytes) -> None:
+        del self._locations[key]
+        self._changed(False, [key])
+
+
+def test_the_keys_of_an_index_come_in_parts_though_pages_come_go_and_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_index, "PART", 3)
+    index, told = Index(), set[bytes]()
+    pages = [bytes([i]) for i in range(12)]
+    for at in range(0, 12, 4):
+        index.put(*pages[at : at + 4])
+    rest = iter(index.watched(lambda there, keys: (told.update if there else told.difference_update)(keys)))
+    told.update(part := next(rest))
+    assert len(part) == 3
+    index.drop(pages[0])   # told before
+    index.drop(pages[11])  # not yet
+    index.tell, tell = None, index.tell
+    index.put(pages[9])    # it moves, of which nobody hears, to where nobody has looked
+    index.tell = tell
+    index.put(b"new")
+    sizes = []
+    for part in rest:
+        told.update(part)
+        sizes.append(len(part))
+    assert told == {*pages[1:11], b"new"}
+    assert max(sizes) <= 3
+
+
+@pytest.mark.asyncio
+async def test_attaching_a_store_tells_its_keys_in_parts_outside_the_tree_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LISTED", 4)
+    backend = MemoryBackend()
+    keys = keys_of(KEYS, "odd")
+    records: list[Record] = [record_of(key) for key in keys]
+    await backend.put(keys, records)
+    notices: list[tuple[int, Notice]] = []
+    turn, locked = 0, list[bool]()
+
+    def heard(notice: Notice) -> None:
+        notices.append((turn, notice))
+        locked.append(parts(cache).driver.lock.locked())
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    cache = AsyncCache(settings(host=32), on_event=heard)
+    async with cache:
+        counting = asyncio.create_task(count())
+        await cache.attach_storage(backend)
+        counting.cancel()
+        reports = [(turn, notice) for turn, notice in notices if isinstance(notice, StorageReport)]
+        assert sum(len(report.keys) for _, report in reports) == KEYS
+        assert max(len(report.keys) for _, report in reports) == 4
+        assert len({turn for turn, _ in reports}) >= KEYS // 4 // 2
+        assert not any(locked)
+        assert not [notice for _, notice in notices if isinstance(notice, Publish)]
+    await backend.aclose()
+
+
+# The names of namespaces are kept as long as they matter and no longer, because callers bring new ones for ever.
+
+
+LIMIT = 16
+
+
+@pytest.mark.asyncio
+async def test_names_of_namespaces_do_not_pile_up_and_those_with_pages_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(naming, "NAMES", LIMIT)
+    told: list[Notice] = []
+    async with opened_cache(settings(device=64), on_event=told.append) as cache:
+        for tenant in ("first", "second"):
+            await serve(cache, text(4), namespace=tenant)
+        for number in range(20 * LIMIT):
+            await cache.explain(text(1), namespace=f"passing {number}")
+        await until(lambda: bool(told))
+        found = parts(cache).announcer
+        assert found is not None
+        assert len(found._named) + len(found._named_before) <= 2 * LIMIT + 2
+        (begun,) = [notice for notice in told if isinstance(notice, Opened)]
+        assert {begun.namespace_of(space) for space in parts(cache).core.world.roots} == {"first", "second"}
+        last = parts(cache).namespaces.space(f"passing {20 * LIMIT - 1}")
+        assert begun.namespace_of(last) == f"passing {20 * LIMIT - 1}"

@@ -81,16 +81,6 @@ def read(subscriber: Subscriber, until: int) -> list[Received]:
     return batches
 
 
-def test_a_late_subscriber_gets_everything_by_replay(publisher: ZmqPublisher) -> None:
-    one_by_one(publisher, 0, 8)
-    with joined(publisher) as subscriber:
-        batches = list(subscriber.catch_up())
-    assert [batch.number for batch in batches] == list(range(len(batches)))
-    events = [event for _, batch in batches for event in batch.events]
-    assert events[0] == AllBlocksCleared()
-    assert [event.block_hashes for event in events[1:] if isinstance(event, BlockStored)] == [[i] for i in range(8)]
-
-
 def test_a_gap_is_filled_before_what_comes_after_it(publisher: ZmqPublisher) -> None:
     with joined(publisher) as subscriber:
         list(subscriber.catch_up())

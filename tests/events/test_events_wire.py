@@ -7,13 +7,24 @@ them (0.9, and SGLang's ``sglang/srt/disaggregation/kv_events.py`` of that time)
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 import pytest
 
 from asynccache import Adapter, AsyncCache
-from asynccache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventLayout, Notice
+from asynccache.core.plan import Cleared, Medium, Publish
+from asynccache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventLayout,
+    Notice,
+    Opened,
+    StorageReport,
+)
 from asynccache.events.announcer import Announcer
 from asynccache.events.wire import Decoder, Encoder
 from asynccache.memory.cpu import CpuDevice
@@ -114,31 +125,30 @@ TENANT = BlockStored([9], None, [1, 2], 2, None, "STORAGE", None, [("tenant",)])
 BATCH = EventBatch(12.5, [STORED, TENANT, BlockRemoved([BIG], "CPU"), AllBlocksCleared()], 3)
 
 
+def read(reader: Any, layout: EventLayout) -> tuple[Any, list[tuple[Any, ...]]]:
+    """What a reader's own decoder makes of the batch: the whole, and its events as values."""
+    batch = msgspec.msgpack.Decoder(reader).decode(Encoder(layout).encode(BATCH))
+    return batch, [(type(event).__name__, *msgspec.structs.astuple(event)) for event in batch.events]
+
+
 def test_vllm_reads_the_maps() -> None:
-    batch = msgspec.msgpack.Decoder(NowBatch).decode(Encoder(EventLayout.MAP).encode(BATCH))
-    stored, tenant, removed, cleared = batch.events
+    batch, events = read(NowBatch, EventLayout.MAP)
     assert (batch.ts, batch.data_parallel_rank) == (12.5, 3)
-    assert isinstance(stored, NowStored)
-    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == ([BIG, 7], 11, [5, 6, 7, 8])
-    assert (stored.block_size, stored.lora_id, stored.medium, stored.lora_name) == (2, None, "GPU", None)
-    assert stored.extra_keys is None
-    assert isinstance(tenant, NowStored)
-    assert (tenant.parent_block_hash, tenant.extra_keys) == (None, [("tenant",)])
-    assert isinstance(removed, NowRemoved)
-    assert (removed.block_hashes, removed.medium) == ([BIG], "CPU")
-    assert isinstance(cleared, NowCleared)
+    assert events == [
+        ("NowStored", [BIG, 7], 11, [5, 6, 7, 8], 2, None, "GPU", None, *[None] * 8),
+        ("NowStored", [9], None, [1, 2], 2, None, "STORAGE", None, [("tenant",)], *[None] * 7),
+        ("NowRemoved", [BIG], "CPU", None, None, None), ("NowCleared",),
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("reader", [BeforeBatch, FirstBatch])
-def test_older_vllm_and_sglang_read_the_arrays(reader: type[BeforeBatch | FirstBatch]) -> None:
-    batch = msgspec.msgpack.Decoder(reader).decode(Encoder(EventLayout.ARRAY).encode(BATCH))
-    stored, _, removed, cleared = batch.events
-    assert isinstance(stored, (BeforeStored, FirstStored))
-    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == ([BIG, 7], 11, [5, 6, 7, 8])
-    assert (stored.block_size, stored.lora_id) == (2, None)
-    assert isinstance(removed, (BeforeRemoved, FirstRemoved))
-    assert removed.block_hashes == [BIG]
-    assert isinstance(cleared, BeforeCleared)
+@pytest.mark.parametrize(("reader", "names"), [(BeforeBatch, "Before"), (FirstBatch, "First")])
+def test_older_vllm_and_sglang_read_the_arrays(reader: Any, names: str) -> None:
+    _, events = read(reader, EventLayout.ARRAY)
+    stored, _, removed, cleared = events
+    assert stored[:6] == (f"{names}Stored", [BIG, 7], 11, [5, 6, 7, 8], 2, None)
+    assert stored[6:] == (("GPU", None) if names == "Before" else ())
+    assert removed[:2] == (f"{names}Removed", [BIG])
+    assert cleared == ("BeforeCleared",)
 
 
 def test_the_layouts_are_not_each_others() -> None:
@@ -149,14 +159,6 @@ def test_the_layouts_are_not_each_others() -> None:
 @pytest.mark.parametrize("layout", EventLayout)
 def test_a_batch_comes_back_as_it_was(layout: EventLayout) -> None:
     assert Decoder(layout).decode(Encoder(layout).encode(BATCH)) == BATCH
-
-
-def test_the_batch_is_an_array_tagged_by_class_name() -> None:
-    ts, events, rank = msgspec.msgpack.decode(Encoder(EventLayout.ARRAY).encode(BATCH))
-    assert (ts, rank) == (12.5, 3)
-    assert [event[0] for event in events] == ["BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared"]
-    _, maps, _ = msgspec.msgpack.decode(Encoder(EventLayout.MAP).encode(BATCH))
-    assert [event["type"] for event in maps] == [event[0] for event in events]
 
 
 ADAPTER = Adapter("sql-v2", lora_name="sql", lora_id=7)
@@ -191,3 +193,81 @@ def test_an_adapter_is_its_key() -> None:
     assert hash(ADAPTER) == hash("sql-v2")
     assert Adapter("code").lora_name == "code"
     assert repr(ADAPTER) == "Adapter('sql-v2', lora_name='sql', lora_id=7)"
+
+
+# What is announced of the changes that the core names and the stores report.
+
+
+SPACE = b"n" * 32
+PAGES = [sha256(bytes([i])).digest() for i in range(6)]
+LOW = [int.from_bytes(page[24:], "big") for page in PAGES]
+OPENED = Opened(2, lambda page: b"key of " + page, lambda space: "tenant" if space == SPACE else None)
+
+
+def key(i: int) -> bytes:
+    return b"key of " + PAGES[i]
+
+
+def named(medium: Medium, first: int, last: int, parent: int | None = None, space: bytes = b"") -> Publish:
+    tokens = b"".join(token.to_bytes(4, "little") for i in range(first, last) for token in (2 * i, 2 * i + 1))
+    before = b"" if parent is None else PAGES[parent]
+    return Publish(medium, True, before, b"".join(PAGES[first:last]), tokens, space)
+
+
+def removed(medium: Medium, first: int, last: int) -> Publish:
+    return Publish(medium, False, b"", b"".join(PAGES[first:last]), b"", b"")
+
+
+def opened() -> Announcer:
+    announcer = Announcer()
+    assert announcer.announce([OPENED]) == [AllBlocksCleared()]
+    return announcer
+
+
+def test_device_and_host_are_told_as_the_core_says() -> None:
+    events = opened().announce([named(Medium.GPU, 0, 2), named(Medium.CPU, 2, 3, parent=1)])
+    assert events == [
+        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "GPU", None),
+        BlockStored(LOW[2:3], LOW[1], [4, 5], 2, None, "CPU", None),
+    ]
+
+
+def test_removals_from_one_medium_in_a_row_are_one_event() -> None:
+    announcer = opened()
+    told = [removed(Medium.GPU, 1, 2), removed(Medium.GPU, 0, 1), removed(Medium.CPU, 0, 1)]
+    assert announcer.announce(told) == [BlockRemoved([LOW[1], LOW[0]], "GPU"), BlockRemoved([LOW[0]], "CPU")]
+
+
+def test_storage_is_what_is_named_and_there() -> None:
+    announcer = opened()
+    assert announcer.announce([StorageReport(True, [key(0), key(1), key(3)])]) == []
+    assert announcer.announce([named(Medium.STORAGE, 0, 4)]) == [
+        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "STORAGE", None),
+        BlockStored(LOW[3:4], LOW[2], [6, 7], 2, None, "STORAGE", None),
+    ]
+
+
+def test_a_stored_page_is_announced_once() -> None:
+    announcer = opened()
+    announcer.announce([StorageReport(True, [key(0)]), named(Medium.STORAGE, 0, 1)])
+    assert announcer.announce([named(Medium.STORAGE, 0, 1)]) == []
+
+
+def test_what_the_store_loses_is_announced_if_it_was() -> None:
+    announcer = opened()
+    announcer.announce([StorageReport(True, [key(0), key(1)]), named(Medium.STORAGE, 0, 1)])
+    assert announcer.announce([StorageReport(False, [key(0), key(1)])]) == [BlockRemoved([LOW[0]], "STORAGE")]
+    announcer.announce([StorageReport(True, [key(0)])])
+    assert len(announcer.announce([named(Medium.STORAGE, 0, 1)])) == 1
+
+
+def test_a_cleared_tree_clears_all_and_what_the_store_loses_then_is_no_news() -> None:
+    announcer = opened()
+    announcer.announce([StorageReport(True, [key(0)]), named(Medium.STORAGE, 0, 1)])
+    assert announcer.announce([Cleared(), StorageReport(False, [key(0)])]) == [AllBlocksCleared()]
+
+
+def test_a_namespace_is_named() -> None:
+    (event,) = opened().announce([named(Medium.GPU, 0, 2, space=SPACE)])
+    assert isinstance(event, BlockStored)
+    assert event.extra_keys == [("tenant",), ("tenant",)]

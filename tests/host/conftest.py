@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
-BOTH_LOOPS = ("test_host_conformance.py", "test_host_life.py", "test_host_hostile.py")
+BOTH_LOOPS = ("test_host_life.py", "test_host_hostile.py")
 
 
 def pytest_asyncio_loop_factories(

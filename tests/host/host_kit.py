@@ -64,3 +64,14 @@ async def serving(
 async def client(path: str, options: str = "") -> HostBackend:
     """A client of its own."""
     return await HostBackend.open(parse_url(f"host:{path}{options}"), LAYOUT)
+
+
+@asynccontextmanager
+async def served(**more: Any) -> AsyncIterator[tuple[HostServer, HostBackend]]:
+    """A server and a client of it."""
+    async with serving(socket_path(), **more) as server:
+        backend = await client(server.path)
+        try:
+            yield server, backend
+        finally:
+            await backend.aclose()

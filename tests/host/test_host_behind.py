@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asynccache_backends.host import HostBackend
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, Unavailable
@@ -21,7 +22,7 @@ from asynccache.host.takeover import take_over
 from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_kit import client, served, serving, socket_path
 from tests.waiting import turns, until
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -91,11 +92,12 @@ class Gate(WrappedBackend):
 
 
 @asynccontextmanager
-async def gated(path: str, folders: Path, **more: Any) -> AsyncIterator[tuple[HostServer, Gate]]:
-    async with serving(path, stores=[folder(folders)], **more) as server:
+async def gated(folders: Path, **more: Any) -> AsyncIterator[tuple[HostServer, Gate, HostBackend]]:
+    """A server with a gate before its store, and a client."""
+    async with served(stores=[folder(folders)], **more) as (server, backend):
         store = store_of(server)
         gate = store.backend = Gate(store.backend)
-        yield server, gate
+        yield server, gate, backend
         gate.open_all()
         gate.down = False
 
@@ -127,10 +129,9 @@ async def test_what_was_stored_survives_the_server_on_disk(tmp_path: Path) -> No
 
 @pytest.mark.asyncio
 async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_read(tmp_path: Path) -> None:
-    path, keys = socket_path(), keys_of(12)
+    keys = keys_of(12)
     urls = ["memory:?name=near", folder(tmp_path) + "&name=far"]
-    async with serving(path, stores=urls) as server:
-        backend = await client(path)
+    async with served(stores=urls) as (server, backend):
         stored = await put_all(backend, keys)
         await written(server)
         near, far = store_of(server), store_of(server, 1)
@@ -141,15 +142,13 @@ async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_rea
         assert results == [HIT] * 12
         assert same(stored, fetched)
         assert (near.counts["read"], far.counts["read"]) == (6, 6)
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behind_module, "LATE", 0.5)
-    path, keys = socket_path(), keys_of(20)
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    keys = keys_of(20)
+    async with gated(tmp_path) as (server, gate, backend):
         gate.shut = {"put", "get", "exists"}
         stored = await put_all(backend, keys)
         began = time.monotonic()
@@ -173,7 +172,6 @@ async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pyte
         assert results == [HIT] * 20
         assert same(stored, fetched)
         server.table.audit()
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
@@ -181,9 +179,8 @@ async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(behind_module, "LATE", 0.1)
-    path, keys = socket_path(), keys_of(5)
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    keys = keys_of(5)
+    async with gated(tmp_path) as (server, gate, backend):
         await put_all(backend, keys)
         await written(server)
         server.table.clear()
@@ -194,16 +191,14 @@ async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
         gate.asked.clear()
         assert (await get_all(backend, keys))[0] == [HIT] * 5
         assert "get" not in gate.asked
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, keys = socket_path(), keys_of(10)
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    keys = keys_of(10)
+    async with gated(tmp_path) as (server, gate, backend):
         gate.down = True
         await put_all(backend, keys)
         assert (await get_all(backend, keys))[0] == [HIT] * 10
@@ -211,14 +206,13 @@ async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_sa
         assert [line for line in caplog.messages if "does not take all pages" in line] == [
             "store 'file' does not take all pages; memory goes on"]
         assert set(await backend.exists(keys_of(3, "swa"))) == {FAILED}
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
-    path, keys = socket_path(), keys_of(8)
-    async with gated(path, tmp_path) as (server, gate):
-        one, two = await client(path), await client(path)
+    keys = keys_of(8)
+    async with gated(tmp_path) as (server, gate, one):
+        two = await client(server.path)
         await put_all(one, keys)
         await written(server)
         server.table.clear()
@@ -226,15 +220,13 @@ async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
         answers = await asyncio.gather(*(get_all(one if n % 2 else two, keys) for n in range(6)))
         assert [results for results, _ in answers] == [[HIT] * 8] * 6
         assert gate.asked.count("get") == 1
-        await one.aclose()
         await two.aclose()
 
 
 @pytest.mark.asyncio
 async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_path: Path) -> None:
-    path, keys = socket_path(), keys_of(6)
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    keys = keys_of(6)
+    async with gated(tmp_path) as (server, gate, backend):
         gate.shut = {"put"}
         await put_all(backend, keys)
         await until(lambda: "put" in gate.asked)
@@ -253,7 +245,6 @@ async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_pat
         assert HIT not in (await reading)[0]
         assert await backend.exists(keys) == [MISS] * 6
         server.table.audit()
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
@@ -301,9 +292,8 @@ async def test_a_page_that_is_bad_on_disk_is_deleted_there_and_can_be_stored_aga
 
 @pytest.mark.asyncio
 async def test_a_report_of_damage_about_another_generation_changes_nothing() -> None:
-    path, keys = socket_path(), keys_of(2)
-    async with serving(path):
-        backend = await client(path)
+    keys = keys_of(2)
+    async with served() as (_, backend):
         await put_all(backend, keys)
         await get_all(backend, keys)
         await backend.delete(keys)
@@ -312,15 +302,13 @@ async def test_a_report_of_damage_about_another_generation_changes_nothing() -> 
         assert same(stored, (await get_all(backend, keys))[1])
         assert await backend.damaged(keys) == [HIT] * 2
         assert await backend.exists(keys) == [MISS] * 2
-        await backend.aclose()
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
 @pytest.mark.asyncio
 async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_path: Path, verb: str) -> None:
-    path, keys = socket_path(), keys_of(3)
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    keys = keys_of(3)
+    async with gated(tmp_path) as (server, gate, backend):
         await put_all(backend, keys)
         await written(server)
         server.table.clear()
@@ -332,14 +320,12 @@ async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_pa
         await deleting
         assert (await get_all(backend, keys))[0] == [MISS] * 3
         server.table.audit()
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_path: Path) -> None:
-    path, keys = socket_path(), keys_of(3)
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    keys = keys_of(3)
+    async with gated(tmp_path) as (server, gate, backend):
         await put_all(backend, keys)
         await written(server)
         server.table.clear()
@@ -356,21 +342,17 @@ async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_
         gate.opened.set()
         await reading
         assert (await get_all(backend, keys))[0] == [MISS] * 3
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_store_that_takes_nothing_has_no_more_pages_waiting_than_the_memory_can_hold(tmp_path: Path) -> None:
-    path = socket_path()
-    async with gated(path, tmp_path, memory=1 << 20) as (server, gate):
-        backend = await client(path)
+    async with gated(tmp_path, memory=1 << 20) as (server, gate, backend):
         gate.shut = {"put"}
         for at in range(0, 600, 20):
             await put_all(backend, keys_of(600)[at : at + 20])
         store = store_of(server)
         assert len(store.waiting) <= server.table.layout.slots == 64
         assert store.counts["dropped"] + len(store.waiting) + store.writing + store.counts["evicted"] > 300
-        await backend.aclose()
 
 
 @pytest.mark.slow(17)

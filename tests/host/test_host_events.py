@@ -41,7 +41,7 @@ from asynccache.storage import PageKey, Pages, Result
 from asynccache.storage.contract import block_in, named_key
 from asynccache.testing.backend_suite import get_all, put_all, record_of
 from tests.host.host_kit import client, serving, socket_path
-from tests.host.host_processes import HostProcess
+from tests.host.host_processes import HostProcess, pss
 from tests.host.test_host_engines import compute, config
 from tests.stores.server import free_port
 
@@ -339,10 +339,10 @@ async def test_a_server_whose_heir_dies_says_the_same_as_before(fleet: Fleet, tm
         await backend.aclose()
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory that only this process has."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) << 10
+def own(server: HostProcess) -> int:
+    """Bytes of memory that only its process has."""
+    found = pss(server.process.pid)
+    return found["Private_Clean"] + found["Private_Dirty"]
 
 
 @pytest.mark.asyncio
@@ -360,7 +360,7 @@ async def test_subscribers_that_do_not_read_cost_bounded_memory_and_delay_nobody
         greedy.connect(str(server.stream.replay))
         backend = await stored(server.path, range(500))
         fleet.add("a", [server.stream])
-        before, longest = resident(server.process.pid), 0.0
+        before, longest = own(server), 0.0
         for turn in range(40):
             some = keys_of(range(turn * 100 % 1000, turn * 100 % 1000 + 100))
             began = time.monotonic()
@@ -373,27 +373,10 @@ async def test_subscribers_that_do_not_read_cost_bounded_memory_and_delay_nobody
         held = {block for block in range(1000) if await backend.exists([key_of(block)]) == [HIT]}
         await until(lambda: picture(fleet, range(1000)) == (held, set()), fleet.stats)
         assert longest < 5.0
-        assert resident(server.process.pid) - before < 64 << 20
+        assert own(server) - before < 64 << 20
         slow.close()
         greedy.close()
         await backend.aclose()
-
-
-@pytest.mark.asyncio
-async def test_the_options_may_stand_in_a_file(fleet: Fleet, tmp_path: Path) -> None:
-    file, events, replay = tmp_path / "serve.toml", *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    stream = EventStream(events, replay, "kv@here")
-    file.write_text(f'events = "{stream.endpoint}"\nevents-replay = "{stream.replay}"\nevents-topic = "kv@here"\n')
-    server = HostProcess(socket_path(), "24MiB", "--config", str(file))
-    server.start()
-    try:
-        await server.counts()
-        backend = await stored(server.path, range(3))
-        fleet.add("a", [stream])
-        await until(lambda: picture(fleet, range(5)) == ({0, 1, 2}, set()), fleet.stats)
-        await backend.aclose()
-    finally:
-        server.kill()
 
 
 def said(*words: str, **environment: str) -> str:

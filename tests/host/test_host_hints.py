@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from asynccache.host import wire
-from asynccache.host.pages import KEPT_SHARE
 from asynccache.storage import Hint, PageKey, Pages, Result
 from asynccache.testing.backend_suite import page_key, put_all
-from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_kit import client, served, serving, socket_path
 from tests.host.test_host_behind import folder, gated, written
 
 MISS, HIT = Result.MISS, Result.HIT
@@ -25,9 +24,7 @@ def keys_of(name: str, count: int) -> list[PageKey]:
 
 @pytest.mark.asyncio
 async def test_pages_that_are_kept_stay_and_those_that_have_ended_go_first() -> None:
-    path = socket_path()
-    async with serving(path, memory=MEMORY) as server:
-        backend = await client(path)
+    async with served(memory=MEMORY) as (server, backend):
         old, newer = keys_of("old", 20), keys_of("newer", 20)
         await put_all(backend, old)
         await put_all(backend, newer)
@@ -46,47 +43,22 @@ async def test_pages_that_are_kept_stay_and_those_that_have_ended_go_first() -> 
         counts = (await backend.server_counts())[0]
         assert (counts["ended"], counts["kept"], counts["not_kept"]) == (20, 10, 0)
         assert counts["kept_bytes"] == 10 * 16384
-        await backend.aclose()
-
-
-@pytest.mark.asyncio
-async def test_one_who_keeps_all_gets_a_share_and_the_others_go_on() -> None:
-    path = socket_path()
-    async with serving(path, memory=MEMORY) as server:
-        greedy, other = await client(path, "?label=greedy"), await client(path, "?label=other")
-        for at in range(30):
-            keys = keys_of(f"greedy {at}", 10)
-            await put_all(greedy, keys)
-            await greedy.hint(Hint.KEEP, keys, float("inf"))
-        assert server.table.kept_bytes <= MEMORY // KEPT_SHARE
-        for at in range(30):
-            keys = keys_of(f"other {at}", 10)
-            assert await put_all(other, keys)
-            assert await other.exists(keys) == [HIT] * 10
-        assert server.table.counts["not_kept"] > 0
-        await greedy.aclose()
-        await other.aclose()
 
 
 @pytest.mark.asyncio
 async def test_what_is_kept_is_kept_by_the_next_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = socket_path()
-    async with serving(path, memory=MEMORY) as server:
-        backend = await client(path)
+    async with served(memory=MEMORY) as (server, backend):
         keys = keys_of("kept", 3)
         await put_all(backend, keys)
         await backend.hint(Hint.KEEP, keys, 60.0)
         snapshot = server._snapshot([])
         assert sorted(key for key, _ in snapshot.books.kept_for) == sorted(key.key for key in keys)
         assert all(59 < seconds <= 60 for _, seconds in snapshot.books.kept_for)
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_prefetched_page_is_in_the_memory_before_somebody_reads_it(tmp_path: Path) -> None:
-    path = socket_path()
-    async with serving(path, stores=[folder(tmp_path)]) as server:
-        backend = await client(path)
+    async with served(stores=[folder(tmp_path)]) as (server, backend):
         keys = keys_of("page", 5)
         await put_all(backend, keys)
         await written(server)
@@ -94,7 +66,6 @@ async def test_a_prefetched_page_is_in_the_memory_before_somebody_reads_it(tmp_p
         assert await backend.hint(Hint.PREFETCH, [*keys, *keys_of("none", 2)], 0.0) == [HIT] * 5 + [MISS] * 2
         assert {key.key for key in keys} <= set(server.table.index)
         assert server.table.counts["prefetched"] == 7
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
@@ -102,9 +73,7 @@ async def test_a_prefetch_from_a_disk_that_hangs_is_answered_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asynccache.host.behind.LATE", 0.05)
-    path = socket_path()
-    async with gated(path, tmp_path) as (server, gate):
-        backend = await client(path)
+    async with gated(tmp_path) as (server, gate, backend):
         keys = keys_of("page", 5)
         await put_all(backend, keys)
         await written(server)
@@ -113,7 +82,6 @@ async def test_a_prefetch_from_a_disk_that_hangs_is_answered_all_the_same(
         async with asyncio.timeout(2):
             assert await backend.hint(Hint.PREFETCH, keys, 0.0) == [Result.FAILED] * 5
         gate.open_all()
-        await backend.aclose()
 
 
 @pytest.mark.asyncio

@@ -24,7 +24,7 @@ from asynccache.host import wire
 from asynccache.host.takeover import take_over
 from asynccache.storage import CheckedStore, Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, record_of, same
-from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_kit import client, served, serving, socket_path
 from tests.waiting import until
 
 HELLO = wire.frame(wire.Greeting(wire.VERSION, wire.OLDEST))
@@ -85,43 +85,36 @@ async def is_closed(sock: socket.socket) -> bool:
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.asyncio
 async def test_wrong_frames_end_their_connection_and_no_other(what: str) -> None:
-    path, keys = socket_path(), keys_of(4)
-    async with serving(path) as server:
-        backend = await client(path)
+    keys = keys_of(4)
+    async with served() as (server, backend):
         stored = await put_all(backend, keys)
-        with connected(path) as sock:
+        with connected(server.path) as sock:
             await asyncio.get_running_loop().sock_sendall(sock, WRONG[what])
             assert await is_closed(sock)
         assert server.table.counts["malformed"] == 1
         assert same(stored, (await get_all(backend, keys))[1])
         assert backend.stats()["connects"] == 1
-        await backend.aclose()
 
 
 @pytest.mark.parametrize("what", ODD)
 @pytest.mark.asyncio
 async def test_requests_that_make_no_sense_are_refused(what: str) -> None:
-    path = socket_path()
-    async with serving(path):
-        backend = await client(path)
+    async with served() as (_, backend):
         channel = await backend._connection.ready()
         with pytest.raises(Exception, match="differ in number"):
             await channel.ask(lambda number: type(ODD[what])(number, *msgspec.structs.astuple(ODD[what])[1:]))
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
 async def test_foreign_slots_and_absurd_sizes_change_nothing() -> None:
-    path, keys = socket_path(), keys_of(6)
-    async with serving(path) as server:
-        backend = await client(path)
+    keys = keys_of(6)
+    async with served() as (server, backend):
         stored = await put_all(backend, keys)
-        with connected(path) as sock:
+        with connected(server.path) as sock:
             await asyncio.get_running_loop().sock_sendall(sock, HELLO + b"".join(map(wire.frame, HARMLESS)))
             await until(lambda: server.table.counts["no_room"] == 3)
             assert same(stored, (await get_all(backend, keys))[1])
             server.table.audit()
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
@@ -285,12 +278,11 @@ async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answ
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "MOST_UNREAD", 1 << 16)
-    path, count = socket_path(), 1000
-    async with serving(path, memory=32 << 20) as server:
-        backend = await client(path)
+    count = 1000
+    async with served(memory=32 << 20) as (server, backend):
         await put_all(backend, keys_of(500))
         loop, frames, answers = asyncio.get_running_loop(), wire.Frames(1 << 20), 0
-        with connected(path) as sock:
+        with connected(server.path) as sock:
             await loop.sock_sendall(sock, HELLO + wire.frame(wire.Enumerate(1, 0)) * count)
             await until(lambda: len(server._clients) == 2 and all(one.session for one in server._clients))
             await asyncio.sleep(0.2)
@@ -299,7 +291,6 @@ async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answ
             async with asyncio.timeout(60):
                 while answers < 1 + count:
                     answers += len(list(frames.feed(await loop.sock_recv(sock, 1 << 20))))
-        await backend.aclose()
 
 
 @pytest.mark.asyncio
@@ -341,13 +332,11 @@ async def test_without_file_descriptors_the_server_waits_and_takes_connections_a
 
 @pytest.mark.asyncio
 async def test_only_the_servers_own_user_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    path, keys = socket_path(), keys_of(3)
-    async with serving(path, group=str(os.getgid())) as server:
-        backend = await client(path)
+    keys = keys_of(3)
+    async with served(group=str(os.getgid())) as (server, backend):
         stored = await put_all(backend, keys)
         monkeypatch.setattr(server_module, "peer_of", lambda sock: (os.getpid(), 4242, os.getgid()))
         with pytest.raises(ConfigError, match="own user may take over"):
-            await asyncio.to_thread(take_over, path)
+            await asyncio.to_thread(take_over, server.path)
         assert not server.draining
         assert same(stored, (await get_all(backend, keys))[1])
-        await backend.aclose()

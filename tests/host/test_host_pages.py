@@ -359,24 +359,6 @@ def test_a_label_at_its_limit_gives_up_its_own_oldest() -> None:
     assert table.counts["over_limit"] == 1, "no page goes for one that is longer than the limit"
 
 
-def test_no_process_has_more_than_its_quota_and_all_no_more_than_half() -> None:
-    table = table_of(quota=40 * UNIT)
-    writers, label = [Writer(str(n)) for n in range(40)], table.label("")
-    taken = [sum(table.reserve(writer, name_of(n), "full", 4 * UNIT, label) is not None for n in range(20))
-             for writer in writers]  # fmt: skip
-    assert max(taken) == 10
-    assert sum(taken) == table.layout.units // 2 // 4
-    table.audit()
-
-
-@pytest.mark.parametrize("size", [0, -1, 1 << 61])
-def test_a_page_of_an_absurd_size_finds_no_room_and_evicts_nothing(size: int) -> None:
-    table, writer = table_of(), Writer("w")
-    stored(table, writer, 1)
-    assert table.reserve(writer, name_of(2), "full", size, table.label("")) is None
-    assert len(table.index) == 1
-
-
 def test_where_reservations_scatter_the_memory_no_page_goes_for_one_that_finds_no_place() -> None:
     table = table_of(quota=1 << 30)
     held, writer, label = Writer("held"), Writer("w"), table.label("")

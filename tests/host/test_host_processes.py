@@ -25,7 +25,7 @@ from asynccache.host.server import HostServer
 from asynccache.host.takeover import take_over
 from asynccache.storage import HEADER_BYTES, Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
-from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_kit import client, served, serving, socket_path
 from tests.host.host_processes import (
     ClientProcess,
     HostProcess,
@@ -373,11 +373,10 @@ async def test_a_new_server_takes_over_all_pages_and_its_clients_see_a_short_pau
 
 @pytest.mark.asyncio
 async def test_a_server_whose_heir_dies_goes_on(tmp_path: Path) -> None:
-    path, keys = socket_path(), keys_of(20)
-    async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server:
-        backend = await client(path)
+    keys = keys_of(20)
+    async with served(stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as (server, backend):
         stored = await put_all(backend, keys)
-        taken = await asyncio.to_thread(take_over, path)
+        taken = await asyncio.to_thread(take_over, server.path)
         assert taken is not None
         assert len(taken.snapshot.books.order) == 20 * 4
         for cell in cast("Any", taken.confirm).__closure__:
@@ -390,7 +389,6 @@ async def test_a_server_whose_heir_dies_goes_on(tmp_path: Path) -> None:
         assert same(stored, (await get_all(backend, keys))[1])
         await backend.delete(keys)
         await put_all(backend, keys)
-        await backend.aclose()
 
 
 @pytest.mark.asyncio

@@ -10,13 +10,18 @@ import sys
 import tempfile
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 from tests import warm
+from tests.stores.mooncake_server import MooncakeMaster
+from tests.stores.object_server import CephServer, MotoServer
+from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.server import HOST
 from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, SlowProxy
 
@@ -271,7 +276,23 @@ def table(courses: Sequence[Mapping[str, Any]]) -> str:
 
 
 # The courses: what is done to each kind of store while the stress tool runs. Each returns what was seen, after it was
-# checked.
+# checked. A server is made for its course: what is done to it is felt by every client.
+
+
+class Course(NamedTuple):
+    """``server``: what is made for it, and closed then. ``seconds``: of a test of it; 0: it is for soaks."""
+
+    store: str
+    server: Callable[[], Any]
+    troubles: Callable[[Any], Seen]
+    seconds: int = 0
+
+
+def run(name: str) -> Seen:
+    """Run the course of this name. Raises AssertionError where anything was wrong."""
+    course = COURSES[name]
+    with course.server() as server:
+        return course.troubles(server)
 
 
 def _course(name: str, url: str, options: str, *troubles: Trouble, **more: Any) -> Seen:
@@ -280,82 +301,45 @@ def _course(name: str, url: str, options: str, *troubles: Trouble, **more: Any) 
     return seen
 
 
-def redis(server: Any) -> Seen:
-    """Hung, killed, and back with nothing."""
-    return _course(
-        "redis", server.url, "timeout=2&slow=0.5",
-        Trouble("hung", server.hang, server.resume),
-        Trouble("killed", server.kill, server.start),
-        Trouble("emptied", lambda: server.restart(empty=True), lambda: None, seconds=3.0, opens=False),
-    )  # fmt: skip
+def _hung_and_killed(name: str, server: Any, *more: Trouble, options: str = "timeout=2&slow=0.5") -> Seen:
+    """Hung; killed, and back with nothing."""
+    return _course(name, server.url, options, Trouble("hung", server.hang, server.resume),
+                   Trouble("killed", server.kill, server.restart), *more)  # fmt: skip
 
 
-def redis_full(server: Any) -> Seen:
+def _full_and_slow(name: str, url: str, servers: Any, proxies: Sequence[SlowProxy]) -> Seen:
     """Full: it takes nothing more, and gives what it has. Slow: all of its answers are late, and they are used."""
 
     def limit(size: str) -> None:
-        server.say("CONFIG", "SET", "maxmemory", size)
+        servers.say("CONFIG", "SET", "maxmemory", size)
 
-    with SlowProxy(server.port) as proxy:
-        return _course(
-            "redis", f"redis://{HOST}:{proxy.port}", "timeout=2&slow=0.5",
-            _full("full", lambda: limit("1mb"), lambda: limit("0")),
-            Trouble("slow", lambda: proxy.late(0.8), lambda: proxy.late(0.0)),
-        )  # fmt: skip
+    def late(seconds: float) -> None:
+        for proxy in proxies:
+            proxy.late(seconds)
 
-
-def cluster(servers: Any) -> Seen:
-    """All three hung; all three killed, and back with nothing."""
     return _course(
-        "cluster", servers.url, "timeout=2&slow=0.5",
-        Trouble("hung", servers.hang, servers.resume),
-        Trouble("killed", servers.kill, servers.restart),
+        name, url + ",".join(f"{HOST}:{proxy.port}" for proxy in proxies), "timeout=2&slow=0.5",
+        _full("full", lambda: limit("1mb"), lambda: limit("0")),
+        Trouble("slow", lambda: late(0.8), lambda: late(0.0)),
     )  # fmt: skip
 
 
-def cluster_full(servers: Any) -> Seen:
-    """All three full: they take nothing more, and give what they have. All three slow."""
-    with _proxies(servers) as proxies:
-
-        def late(seconds: float) -> None:
-            for proxy in proxies:
-                proxy.late(seconds)
-
-        return _course(
-            "cluster", "redis://" + ",".join(f"{HOST}:{proxy.port}" for proxy in proxies), "timeout=2&slow=0.5",
-            _full("full", lambda: servers.say("CONFIG", "SET", "maxmemory", "1mb"),
-                  lambda: servers.say("CONFIG", "SET", "maxmemory", "0")),
-            Trouble("slow", lambda: late(0.8), lambda: late(0.0)),
-        )  # fmt: skip
+def _redis(server: Any) -> Seen:
+    emptied = Trouble("emptied", lambda: server.restart(empty=True), lambda: None, seconds=3.0, opens=False)
+    return _hung_and_killed("redis", server, emptied)
 
 
-@contextmanager
-def _proxies(servers: Any) -> Iterator[list[SlowProxy]]:
-    """One before each server of a cluster, which sends its clients there."""
+def _redis_full(server: Any) -> Seen:
+    with SlowProxy(server.port) as proxy:
+        return _full_and_slow("redis", "redis://", server, [proxy])
+
+
+def _cluster_full(servers: Any) -> Seen:
+    """With a proxy before each server of a cluster, which sends its clients there."""
     with ExitStack() as stack:
         proxies = [stack.enter_context(SlowProxy(server.port)) for server in servers.servers]
         servers.announce([proxy.port for proxy in proxies])
-        try:
-            yield proxies
-        finally:
-            servers.announce([0] * len(proxies))
-
-
-def s3(server: Any) -> Seen:
-    """Hung, over a quota, slow."""
-    return _s3(server, lambda proxy: (
-        Trouble("hung", server.hang, server.resume),
-        _full("full (403)", lambda: proxy.full(QUOTA), lambda: proxy.full(None)),
-        Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
-    ))  # fmt: skip
-
-
-def s3_killed(server: Any) -> Seen:
-    """Killed and back with nothing; its disks full."""
-    return _s3(server, lambda proxy: (
-        Trouble("killed", server.kill, server.start),
-        _full("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None)),
-    ))  # fmt: skip
+        return _full_and_slow("cluster", "redis://", servers, proxies)
 
 
 def _s3(server: Any, troubles: Callable[[FullProxy], Sequence[Trouble]]) -> Seen:
@@ -365,32 +349,38 @@ def _s3(server: Any, troubles: Callable[[FullProxy], Sequence[Trouble]]) -> Seen
         return _course("s3", url, "timeout=3&slow=1", *troubles(proxy), environment=server.client_environment)
 
 
-def ceph_full(server: Any) -> Seen:
-    """Over a real quota: it takes nothing more, and gives what it has."""
+def _s3_hung(server: Any) -> Seen:
+    return _s3(server, lambda proxy: (
+        Trouble("hung", server.hang, server.resume),
+        _full("full (403)", lambda: proxy.full(QUOTA), lambda: proxy.full(None)),
+        Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
+    ))  # fmt: skip
+
+
+def _s3_killed(server: Any) -> Seen:
+    return _s3(server, lambda proxy: (
+        Trouble("killed", server.kill, server.start),
+        _full("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None)),
+    ))  # fmt: skip
+
+
+def _ceph(server: Any) -> Seen:
     return _course(
-        "ceph", server.url, "timeout=3&slow=1",
-        _full("full", lambda: server.limit(1 << 20), lambda: server.limit(0)),
+        "ceph", server.url, "timeout=3&slow=1", _full("full", lambda: server.limit(1 << 20), lambda: server.limit(0)),
         environment=server.client_environment,
     )  # fmt: skip
 
 
-def mooncake(server: Any) -> Seen:
-    """The master hung; killed, and back with nothing. It is not to be used for anything else."""
-    return _course(
-        "mooncake", server.url, "timeout=3&slow=1",
-        Trouble("hung", server.hang, server.resume),
-        Trouble("killed", server.kill, server.start),
-    )  # fmt: skip
+def _mooncake(server: Any) -> Seen:
+    return _hung_and_killed("mooncake", server, options="timeout=3&slow=1")
 
 
-def mooncake_full(server: Any) -> Seen:
-    """Its segment is full from the first seconds on."""
+def _mooncake_full(server: Any) -> Seen:
     return _course("mooncake", server.url, "timeout=3&slow=1", _for_a_while("full", 8.0))
 
 
-def mooncake_slow(server: Any) -> Seen:
-    """The master slow: all of its answers are late, and they are used. The owner of the pages slow: it does nothing for
-    most of each second."""
+def _mooncake_slow(server: Any) -> Seen:
+    """The owner of the pages is slow, too: it does nothing for most of each second."""
     with SlowProxy(server.port) as proxy:
         return _course(
             "mooncake", server.url.replace(f":{server.port}", f":{proxy.port}"), "timeout=3&slow=0.5",
@@ -399,14 +389,13 @@ def mooncake_slow(server: Any) -> Seen:
         )  # fmt: skip
 
 
-def file_full(folder: Path) -> Seen:
-    """Full from the first seconds on."""
+def _file_full(folder: str) -> Seen:
     seen = _course("file", f"file:{folder}/full", "capacity=4MiB", _for_a_while("full", 6.0))
     assert seen.report["storage"]["reclaimed_segments"] > 0
     return seen
 
 
-def file_faulty(folder: Path) -> Seen:
+def _file_faulty(folder: str) -> Seen:
     """Calls fail, are late and lie, and so do copies."""
     seen = _course("file", f"file:{folder}/faulty", "capacity=1GiB", _for_a_while("faulty", 6.0, lies=True),
                    words=("--faults", "0.2"))  # fmt: skip
@@ -421,3 +410,19 @@ def _for_a_while(name: str, seconds: float, lies: bool = False) -> Trouble:
 def _full(name: str, fill: Callable[[], object], empty: Callable[[], object]) -> Trouble:
     """The store takes nothing more, and gives what it has."""
     return Trouble(name, fill, empty, 5.0, opens=False, gives=True)
+
+
+COURSES = {
+    "a folder that is full from the first seconds on": Course("file", TemporaryDirectory, _file_full, 10),
+    "a folder on which calls fail and lie": Course("file", TemporaryDirectory, _file_faulty, 9),
+    "redis hung, killed, emptied": Course("redis", RedisServer, _redis, 30),
+    "redis full, slow": Course("redis", RedisServer, _redis_full, 17),
+    "cluster hung, killed": Course("cluster", RedisCluster, partial(_hung_and_killed, "cluster")),
+    "cluster full, slow": Course("cluster", RedisCluster, _cluster_full),
+    "s3 hung, over its quota, slow": Course("s3", MotoServer, _s3_hung, 30),
+    "s3 killed, full": Course("s3", MotoServer, _s3_killed),
+    "mooncake hung, killed": Course("mooncake", partial(MooncakeMaster, segment=256), _mooncake),
+    "mooncake slow, and so its owner": Course("mooncake", partial(MooncakeMaster, segment=256), _mooncake_slow),
+    "mooncake full": Course("mooncake", partial(MooncakeMaster, segment=16), _mooncake_full, 12),
+    "ceph over its quota": Course("ceph", CephServer, _ceph, 60),
+}

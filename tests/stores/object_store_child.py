@@ -11,7 +11,7 @@ import sys
 
 from asynccache.storage import PageKey, Result
 from asynccache.testing.backend_suite import LAYOUT, content, page_key
-from tests.stores.object_store_kit import open_at
+from tests.stores.kinds import opened
 
 BATCH = 10
 
@@ -30,16 +30,16 @@ def say(*words: object) -> None:
 async def main() -> None:
     """Do as told."""
     url, round_ = sys.argv[1], int(sys.argv[2])
-    store = await open_at(url)
-    say("open")
-    for batch in itertools.count():
-        keys = batch_keys(round_, batch)
-        pages = [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys]
-        assert await store.put(keys, pages) == [Result.HIT] * BATCH
-        say("put", batch)
-        if batch % 5 == 4:
-            assert await store.delete(keys[:3]) == [Result.HIT] * 3
-            say("deleted", batch)
+    async with opened(url) as store:
+        say("open")
+        for batch in itertools.count():
+            keys = batch_keys(round_, batch)
+            pages = [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys]
+            assert await store.put(keys, pages) == [Result.HIT] * BATCH
+            say("put", batch)
+            if batch % 5 == 4:
+                assert await store.delete(keys[:3]) == [Result.HIT] * 3
+                say("deleted", batch)
 
 
 if __name__ == "__main__":

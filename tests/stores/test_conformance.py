@@ -1,92 +1,154 @@
-"""The shipped suite against every real store."""
+"""Every store of the table does what the contract says: the shipped suite, and what several clients may expect."""
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
-from typing import Any
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, nullcontext
 
 import pytest
-from asynccache_backends.redis import RedisBackend
+import pytest_asyncio
 
-from asynccache.storage import StorageBackend, parse_url
-from asynccache.testing.backend_suite import LAYOUT, BackendSuite, OpenBackend
-from tests.stores.object_server import Azurite, MotoServer
-from tests.stores.object_store_kit import folder_url, open_backend
+from asynccache.errors import Timeout, Unavailable
+from asynccache.storage import HEADER_BYTES, Listable, Result
+from asynccache.testing.backend_suite import (
+    LAYOUT,
+    BackendSuite,
+    OpenBackend,
+    blank,
+    get_all,
+    page_key,
+    put_all,
+    record_of,
+    same,
+)
+from tests.host.host_kit import serving, socket_path
+from tests.stores.kinds import KINDS, backend_at, fresh_name, open_backend, store_url, until_answered
+from tests.stores.mooncake_server import MooncakeMaster
+from tests.stores.server import HOST, free_port
 
-# The conformance suite against a real server and a real cluster, on both loops; and against TLS, on one.
+HIT, MISS = Result.HIT, Result.MISS
+NAMED = tuple(kind for kind in KINDS if kind not in ("file", "host"))
+"""Those in which several clients may have pages under several names."""
+SECRET = "hunter2hunter2"
 
 
-class _Suite(BackendSuite):
+class TestEveryStore(BackendSuite):
+    """``file`` stands in tests/storage. Of the host process each test has one, which is looked at in the end."""
+
     persistent = True
 
-    async def emptied(self, url: str) -> None:
-        backend = await RedisBackend.open(parse_url(url), LAYOUT)
-        await backend.clear()
-        await backend.aclose()
-
-    def opener(self, url: str) -> OpenBackend:
-        """The first that a test opens is empty."""
-        opened: list[StorageBackend] = []
-
-        async def open_redis() -> StorageBackend:
-            if not opened:
-                await self.emptied(url)
-            opened.append(await RedisBackend.open(parse_url(url), LAYOUT))
-            return opened[-1]
-
-        return open_redis
+    @pytest_asyncio.fixture(params=[*NAMED, "host", "host with a folder behind"])
+    async def open_backend(self, request: pytest.FixtureRequest, tmp_path: object) -> AsyncIterator[OpenBackend]:  # type: ignore[override]
+        kind, path = request.param, socket_path()
+        async with AsyncExitStack() as stack:
+            url = f"host:{path}" if kind.startswith("host") else store_url(kind, request, fresh_name())
+            if kind.startswith("host"):
+                behind = [f"file:{tmp_path}/kv?capacity=64MiB"] if kind != "host" else []
+                server = await stack.enter_async_context(serving(path, stores=behind))
+            yield lambda: open_backend(url)
+            if kind.startswith("host"):
+                assert not server.table.reserved_bytes
+                server.table.audit()
 
 
-class TestOneServer(_Suite):
-    @pytest.fixture
-    def open_backend(self, redis_server: Any) -> OpenBackend:
-        return self.opener(redis_server.url)
+@pytest.fixture(params=NAMED)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-class TestACluster(_Suite):
-    @pytest.fixture
-    def open_backend(self, redis_cluster: Any) -> OpenBackend:
-        return self.opener(redis_cluster.url)
+@pytest.fixture
+def name() -> str:
+    return fresh_name()
 
 
-# The object store backend against the shipped suite, on both loops: on a real S3 server, on Azure's emulator where it
-# is installed, and on a folder by the same library.
+@pytest.fixture
+def url(kind: str, name: str, request: pytest.FixtureRequest) -> str:
+    return store_url(kind, request, name)
 
 
-_PREFIXES = itertools.count()
+@pytest.mark.asyncio
+async def test_what_one_client_stores_another_finds_and_only_under_that_name(
+    kind: str, url: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Names that begin alike, too; clearing one leaves the other alone."""
+    keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(30)]
+    other = store_url(kind, request, name + "b")
+    async with backend_at(url) as one, backend_at(url) as two, backend_at(other) as stranger:
+        records = await put_all(one, keys)
+        await until_answered(two, keys)
+        results, fetched = await get_all(two, keys)
+        assert results == [HIT] * 30
+        assert same(records, fetched)
+        assert await stranger.exists(keys) == [MISS] * 30
+        await put_all(stranger, keys[:20])
+        await stranger.clear()
+        assert await one.exists(keys) == [HIT] * 30
+        await put_all(stranger, keys[:5])
+        await one.clear()
+        assert await one.exists(keys) == [MISS] * 30
+        assert await stranger.exists(keys) == [HIT] * 5 + [MISS] * 25
 
 
-def opener(url: str) -> OpenBackend:
-    async def open_store() -> StorageBackend:
-        return await open_backend(url)
-
-    return open_store
-
-
-class TestObjectStoreOnS3(BackendSuite):
-    persistent = True
-
-    @pytest.fixture
-    def open_backend(self, s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> OpenBackend:
-        for name, value in s3_server.client_environment.items():
-            monkeypatch.setenv(name, value)
-        return opener(s3_server.url_at(f"conformance/{next(_PREFIXES)}"))
-
-
-class TestObjectStoreOnAzure(BackendSuite):
-    persistent = True
-
-    @pytest.fixture
-    def open_backend(self, az_server: Azurite, monkeypatch: pytest.MonkeyPatch) -> OpenBackend:
-        for name, value in az_server.client_environment.items():
-            monkeypatch.setenv(name, value)
-        return opener(az_server.url_at(f"conformance/{next(_PREFIXES)}"))
+@pytest.mark.asyncio
+async def test_writers_of_one_page_do_no_harm(url: str) -> None:
+    """All at once, with different bytes: one of them wins, whole, and each of them is told that it is stored."""
+    key = page_key("contested")
+    records = [record_of(page_key(f"other{i}")) for i in range(8)]
+    async with backend_at(url) as one, backend_at(url) as two:
+        puts = [backend.put([key], [record]) for backend, record in zip([one, two] * 4, records, strict=True)]
+        assert await asyncio.gather(*puts) == [[HIT]] * 8
+    async with backend_at(url) as one, backend_at(url) as two:
+        (_, won), (_, again) = await get_all(one, [key]), await get_all(two, [key])
+        assert same(won, again)
+        assert sum(same(won, [record]) for record in records) == 1
+        await one.put([key], [record_of(key)])
+        assert same(won, (await get_all(one, [key]))[1]), "a page is written once"
 
 
-class TestObjectStoreInAFolder(BackendSuite):
-    persistent = True
+@pytest.mark.asyncio
+async def test_every_page_is_listed_once_with_its_size_and_nobody_elses(
+    kind: str, url: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    keys = [*(page_key(str(i), ("swa", "odd")[i % 2]) for i in range(1200)), page_key("../x' OR *\r\nFLUSHALL")]
+    async with backend_at(url) as backend, backend_at(store_url(kind, request, name + "b")) as other:
+        await put_all(other, keys[:3])
+        for at in range(0, len(keys), 100):
+            await put_all(backend, keys[at : at + 100])
+        assert isinstance(backend, Listable)
+        listed = [page async for batch in backend.listing() for page in batch]
+        assert len(listed) == len(keys)
+        assert {(p.key, p.size) for p in listed} == {(k.key, HEADER_BYTES + LAYOUT.page_bytes[k.pool]) for k in keys}
 
-    @pytest.fixture
-    def open_backend(self, tmp_path: Path) -> OpenBackend:
-        return opener(folder_url(tmp_path / "store"))
+
+@pytest.mark.asyncio
+async def test_a_key_twice_in_one_get_fills_both_buffers(url: str) -> None:
+    keys = [page_key("a"), page_key("b"), page_key("a"), page_key("none"), page_key("none")]
+    async with backend_at(url) as backend:
+        stored = await put_all(backend, keys[:2])
+        records = [blank(key) for key in keys]
+        assert await backend.get(keys, records) == [HIT, HIT, HIT, MISS, MISS]
+        assert same([stored[0], stored[1], stored[0]], records[:3])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("url", "hangs"), [
+    ("redis://:{secret}@{host}:{port}", False), ("redis://{host}:{port}?stall=0.3&cluster=off", True),
+    ("s3://b/kv?endpoint=http://{host}:{port}&request_timeout=2", False), ("mooncake://{host}:{port}", False),
+    ("mooncake://{host}:{port}", True),
+])  # fmt: skip
+async def test_a_server_that_is_not_there_or_hangs_refuses_to_open_soon_and_tells_no_secret(
+    url: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs is accepted for by the system, as it is for a stopped process."""
+    if url.startswith("mooncake"):
+        MooncakeMaster.installed()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    port, began = free_port(), asyncio.get_running_loop().time()
+    with socket.create_server((HOST, port)) if hangs else nullcontext():
+        with pytest.raises(Timeout if hangs else Unavailable) as refused:
+            await open_backend(url.format(host=HOST, port=port, secret=SECRET))
+    assert asyncio.get_running_loop().time() - began < 8
+    assert SECRET not in str(refused.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
@@ -15,33 +14,24 @@ from asynccache_backends.mooncake import MooncakeBackend, client
 from asynccache_backends.mooncake.client import MooncakeSettings, acquire, settings_of
 from asynccache_backends.mooncake.transfers import STAGE_BYTES
 
-from asynccache.errors import ConfigError, Timeout, Unavailable
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
-    RECORD_SCHEMA,
-    CheckedStore,
-    Listable,
     PageKey,
     Record,
     Result,
-    StorageBackend,
-    StoreLayout,
     parse_url,
 )
 from asynccache.testing.backend_suite import (
     LAYOUT,
-    BackendSuite,
-    OpenBackend,
     aligned,
     blank,
     content,
     keys_of,
     page_key,
     put_all,
-    record_of,
     same,
 )
-from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.server import HOST, free_port
 
 # The Mooncake backend against a real store, as the runtime uses it: pools registered once, pages straight from and
@@ -124,12 +114,6 @@ async def test_short_and_long_pages_in_one_call(backend: MooncakeBackend) -> Non
     assert backend.stats()["staged_pages"] == 2
 
 
-async def test_memory_that_is_not_registered_goes_through_the_stage(backend: MooncakeBackend) -> None:
-    keys = keys_of(300)
-    await put_all(backend, keys)
-    assert backend.stats()["staged_pages"] == 300
-
-
 async def test_a_page_longer_than_the_stage(backend: MooncakeBackend) -> None:
     key = page_key("long")
     long = Record(aligned(HEADER_BYTES), aligned(9 << 20))
@@ -177,14 +161,6 @@ async def test_a_page_of_another_length_is_corrupt_and_the_others_are_not(backen
     assert same([stored[0], stored[2]], [records[0], records[2]])
 
 
-async def test_a_key_twice_in_one_get_fills_both_buffers(backend: MooncakeBackend) -> None:
-    keys = [page_key("a"), page_key("b"), page_key("a"), page_key("none"), page_key("none")]
-    stored = await put_all(backend, keys[:2])
-    records = [blank(key) for key in keys]
-    assert await backend.get(keys, records) == [HIT, HIT, HIT, MISS, MISS]
-    assert same([stored[0], stored[1], stored[0]], records[:3])
-
-
 async def test_a_page_that_was_just_read_can_be_deleted(backend: MooncakeBackend) -> None:
     """A read leases an object; a corrupt page must leave all the same."""
     key = page_key("leased")
@@ -193,31 +169,6 @@ async def test_a_page_that_was_just_read_can_be_deleted(backend: MooncakeBackend
     assert await backend.exists([key]) == [HIT]
     assert await backend.delete([key]) == [HIT]
     assert await backend.exists([key]) == [MISS]
-
-
-async def test_clear_leaves_other_namespaces_alone(mooncake_master: Any, namespace: str) -> None:
-    mine, longer = await open_at(mooncake_master, namespace), await open_at(mooncake_master, namespace + "b")
-    keys = keys_of(5)
-    await put_all(mine, keys)
-    await put_all(longer, keys)
-    assert await mine.get(keys[:1], [blank(keys[0])]) == [HIT]  # leased
-    await mine.clear()
-    assert await mine.exists(keys) == [MISS] * 5
-    assert await longer.exists(keys) == [HIT] * 5
-    await longer.clear()
-    await mine.aclose()
-    await longer.aclose()
-
-
-async def test_it_can_be_listed(backend: MooncakeBackend, mooncake_master: Any, namespace: str) -> None:
-    other = await open_at(mooncake_master, namespace + "b")
-    await put_all(other, keys_of(3))
-    keys = [*keys_of(300, "swa"), *keys_of(2, "odd")]
-    await put_all(backend, keys)
-    assert isinstance(backend, Listable)
-    listed = {page.key: page.size async for batch in backend.listing() for page in batch}
-    assert listed == {key.key: HEADER_BYTES + LAYOUT.page_bytes[key.pool] for key in keys}
-    await other.aclose()
 
 
 async def test_a_list_needs_to_know_where_the_admin_server_is(mooncake_master: Any, namespace: str) -> None:
@@ -230,16 +181,6 @@ async def test_a_list_needs_to_know_where_the_admin_server_is(mooncake_master: A
     with pytest.raises(Unavailable):
         await anext(wrong.listing())
     await wrong.aclose()
-
-
-async def test_a_page_is_nothing_but_its_key_to_the_store(backend: MooncakeBackend, namespace: str) -> None:
-    """A pool's name is the user's text: it reaches no name in the store."""
-    layout = StoreLayout({"../x' OR *": 4096}, RECORD_SCHEMA)
-    key = PageKey("../x' OR *", page_key("hostile").key)
-    store = CheckedStore(backend, layout)
-    assert await store.put([key], [aligned(4096)]) == [HIT]
-    assert [page.key async for batch in backend.listing() for page in batch] == [key.key]
-    await store.delete([key])
 
 
 async def test_other_options_are_refused_while_the_client_is_used(mooncake_master: Any, namespace: str) -> None:
@@ -262,22 +203,6 @@ async def test_the_client_is_shared_and_stays(mooncake_master: Any, namespace: s
     assert three is one
     assert three.users == users - 1
     three.release()
-
-
-async def test_no_master_is_unavailable_at_once() -> None:
-    MooncakeMaster.installed()
-    with pytest.raises(Unavailable, match="cannot be reached"):
-        await MooncakeBackend.open(parse_url(f"mooncake://{HOST}:{free_port()}"), LAYOUT)
-
-
-async def test_a_master_that_never_answers_is_a_timeout() -> None:
-    """The system accepts for it, as for a stopped process; the client would freeze the process to find out."""
-    MooncakeMaster.installed()
-    with socket.create_server((HOST, 0)) as silent:
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(Timeout, match="does not answer"):
-            await MooncakeBackend.open(parse_url(f"mooncake://{HOST}:{silent.getsockname()[1]}"), LAYOUT)
-        assert asyncio.get_running_loop().time() - began < 5
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["the call", "every task, as asyncio.run does"])
@@ -309,26 +234,4 @@ async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     one.release()
 
 
-async def test_what_was_put_twice_is_what_was_put_first(backend: MooncakeBackend) -> None:
-    """Keys are written once, whoever writes them and however often."""
-    key = page_key("once")
-    await put_all(backend, [key])
-    other = record_of(page_key("other"))
-    await asyncio.gather(*(backend.put([key], [other]) for _ in range(8)))
-    back = blank(key)
-    assert await backend.get([key], [back]) == [HIT]
-    assert same([back], [record_of(key)])
-
-
 # The conformance suite against a real Mooncake store, each test in a namespace of its own.
-
-
-class TestMooncake(BackendSuite):
-    persistent = True
-
-    @pytest.fixture
-    def open_backend(self, mooncake_master: Any, namespace: str) -> OpenBackend:
-        async def open_backend() -> StorageBackend:
-            return await MooncakeBackend.open(parse_url(mooncake_master.url, {"namespace": namespace}), LAYOUT)
-
-        return open_backend

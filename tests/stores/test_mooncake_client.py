@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from threading import Event, Thread
 from typing import Any
@@ -114,15 +114,37 @@ async def get(backend: MooncakeBackend, count: int) -> list[Result]:
     return await backend.get(keys, [record_of(key) for key in keys])
 
 
-async def test_each_page_of_a_put_has_its_own_fate() -> None:
-    async with opened(Scripted([0, -600, -705, -1, -800])) as backend:
-        assert await put(backend, 5) == [HIT, FAILED, HIT, FAILED, FAILED]
-        assert backend.stats()["pages"] == 2
+CALLS: dict[str, Callable[[MooncakeBackend, int], Awaitable[Any]]] = {
+    "put": put, "get": get, "delete": lambda backend, count: backend.delete(keys_of(count)),
+    "exists": lambda backend, count: backend.exists(keys_of(count)), "clear": lambda backend, count: backend.clear(),
+}  # fmt: skip
 
 
-async def test_each_page_of_a_get_has_its_own_fate() -> None:
-    async with opened(Scripted([16448, -704, 16447, -703, -901])) as backend:
-        assert await get(backend, 5) == [HIT, MISS, CORRUPT, MISS, FAILED]
+@pytest.mark.parametrize(("operation", "codes", "results"), [
+    ("put", [0, -600, -705, -1, -800], [HIT, FAILED, HIT, FAILED, FAILED]),
+    ("get", [16448, -704, 16447, -703, -901], [HIT, MISS, CORRUPT, MISS, FAILED]),
+    ("get", [-800, -600, -800], [FAILED, CORRUPT, CORRUPT]),  # two of them have another length, as is asked then
+    ("delete", [0, -706, -704], [HIT, FAILED, MISS]), ("exists", [1, 0, -1, -706], [HIT, MISS, FAILED, FAILED]),
+])  # fmt: skip
+async def test_each_page_of_a_call_has_its_own_fate(operation: str, codes: list[int], results: list[Result]) -> None:
+    async with opened(Scripted(codes, sizes=(16448, 5000, 70000))) as backend:
+        assert await CALLS[operation](backend, len(codes)) == results
+        assert backend.stats()["pages"] == (results.count(HIT) if operation == "put" else 0)
+
+
+@pytest.mark.parametrize(("operation", "code", "error"), [
+    ("get", -800, Unavailable), ("get", -900, Unavailable), ("get", -901, Timeout), ("exists", -900, Unavailable),
+    ("exists", -901, Timeout), ("clear", -901, Timeout), ("clear", -1, BackendError), ("clear", -600, BackendError),
+    ("clear", -706, BackendError),
+])  # fmt: skip
+async def test_a_call_that_reached_nobody_or_is_refused_as_a_whole_raises(
+    operation: str, code: int, error: type[BackendError]
+) -> None:
+    async with opened(Scripted([code] * 2)) as backend:
+        with pytest.raises(error, match=str(code) if error is BackendError else None):
+            await CALLS[operation](backend, 2)
+        if operation == "get":
+            assert (backend.stats()["errors"], backend.stats()["lost_calls"]) == (2, 1)
 
 
 async def test_only_the_pages_that_found_no_room_are_put_again() -> None:
@@ -140,26 +162,6 @@ async def test_a_store_that_stays_full_fails_the_pages_and_not_the_call() -> Non
         assert await put(backend, 2) == [FAILED] * 2
         assert len(library.asked) == 4
         assert (backend.stats()["full_waits"], backend.stats()["full_pages"]) == (3, 2)
-
-
-async def test_a_page_that_is_kept_by_a_lease_is_not_deleted() -> None:
-    async with opened(Scripted([0, -706, -704])) as backend:
-        assert await backend.delete(keys_of(3)) == [HIT, FAILED, MISS]
-
-
-@pytest.mark.parametrize(("code", "error"), [(-800, Unavailable), (-900, Unavailable), (-901, Timeout)])
-async def test_a_call_that_reached_nobody_raises(code: int, error: type[BackendError]) -> None:
-    async with opened(Scripted([code] * 2)) as backend:
-        with pytest.raises(error):
-            await get(backend, 2)
-        assert (backend.stats()["errors"], backend.stats()["lost_calls"]) == (2, 1)
-
-
-@pytest.mark.parametrize("code", [-900, -901])
-async def test_presence_that_cannot_be_asked_raises(code: int) -> None:
-    async with opened(Scripted([code] * 2)) as backend:
-        with pytest.raises(BackendError):
-            await backend.exists(keys_of(2))
 
 
 async def test_after_the_master_is_lost_the_library_is_left_alone_until_it_answers() -> None:
@@ -182,17 +184,6 @@ async def test_a_part_that_reached_nobody_spares_the_others_the_wait(monkeypatch
         with pytest.raises(Unavailable):
             await get(backend, 5)
         assert len(library.asked) == 1
-
-
-async def test_a_failed_transfer_of_a_page_of_another_length_is_corrupt() -> None:
-    async with opened(Scripted([-800, -600, -800], sizes=(16448, 5000, 70000))) as backend:
-        assert await get(backend, 3) == [FAILED, CORRUPT, CORRUPT]
-
-
-async def test_a_clear_that_fails_raises() -> None:
-    async with opened(Scripted([-901])) as backend:
-        with pytest.raises(Timeout):
-            await backend.clear()
 
 
 async def test_an_answer_of_the_wrong_length_is_no_answer() -> None:
@@ -225,14 +216,6 @@ async def test_parts_of_a_cancelled_call_that_have_not_begun_are_not_made(monkey
 
 
 # A refusal of the Mooncake store, or of the resolver of names, is an error of the call that met it.
-
-
-@pytest.mark.parametrize("code", [-1, -600, -706])
-async def test_a_clear_that_the_store_refuses_raises(code: int) -> None:
-    """Only codes that mean a lost master were looked at."""
-    async with opened(Scripted([code])) as backend:
-        with pytest.raises(BackendError, match=str(code)):
-            await backend.clear()
 
 
 async def test_a_name_that_no_machine_can_have() -> None:
@@ -269,19 +252,16 @@ def ready(library: Library) -> MooncakeClient:
     return MooncakeClient(OPTIONS, "10.0.0.7", type("Module", (), {"MooncakeDistributedStore": lambda: library}))
 
 
-def test_set_up_opens_the_door() -> None:
+def test_set_up_opens_the_door_if_it_succeeds() -> None:
     library = Library()
     client = ready(library)
     with client as store:
         assert store is library
-    assert library.arguments == ("10.0.0.7", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", "10.0.0.1:50051")
-
-
-def test_a_failed_set_up_leaves_no_client() -> None:
-    library = Library(-1)
+    refusing = Library(-1)
     with pytest.raises(Unavailable, match=r"10\.0\.0\.1:50051"):
-        ready(library)
-    assert library.calls == ["setup"]
+        ready(refusing)
+    assert refusing.calls == ["setup"], "no client is left"
+    assert library.arguments == ("10.0.0.7", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", "10.0.0.1:50051")
 
 
 def test_a_closed_client_lets_nobody_in_and_is_closed_once() -> None:
@@ -335,12 +315,6 @@ def test_the_environment_bounds_the_client_unless_the_user_says_otherwise(monkey
     assert os.environ["MC_STORE_CLIENT_SETUP_RETRIES"] == "1"
 
 
-def test_a_client_that_is_not_installed_is_a_setting_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(ConfigError, match="pip install 'mooncake-transfer-engine"):
-        library()
-
-
 def test_a_missing_shared_library_is_a_setting_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -391,14 +365,9 @@ def test_each_code_has_a_meaning(code: int, put: Result, get: Result, delete: Re
     assert codes.delete_result(code) is delete
 
 
-@pytest.mark.parametrize(("written", "result"), [(1064, HIT), (1063, CORRUPT), (1065, CORRUPT)])
-def test_a_get_is_a_hit_only_to_the_byte(written: int, result: Result) -> None:
-    assert codes.get_result(written, 1064) is result
-
-
-@pytest.mark.parametrize(("code", "result"), [(1, HIT), (0, MISS), (-1, FAILED), (-901, FAILED)])
-def test_presence(code: int, result: Result) -> None:
-    assert codes.exists_result(code) is result
+def test_a_get_is_a_hit_only_to_the_byte_and_presence_is_one() -> None:
+    assert [codes.get_result(written, 1064) for written in (1063, 1064, 1065)] == [CORRUPT, HIT, CORRUPT]
+    assert [codes.exists_result(code) for code in (1, 0, -1, -901)] == [HIT, MISS, FAILED, FAILED]
 
 
 def test_a_call_reached_nobody_if_no_key_of_it_did() -> None:
@@ -449,35 +418,6 @@ def test_all_options() -> None:
     assert (settings.host, settings.admin) == ("10.0.0.7", HostPort("10.0.0.1", 9003))
     assert (settings.replicas, settings.threads) == (2, 3)
     assert settings.name(KEY).startswith("team/a.")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "mooncake:",
-        "mooncake://",
-        "mooncake://a b:1",
-        "mooncake://host:0",
-        "mooncake://host:65536",
-        "mooncake://host:1/path",
-        "mooncake://user:secret@host:1",
-        "mooncake://host:1?replicas=0",
-        "mooncake://host:1?replicas=many",
-        "mooncake://host:1?threads=17",
-        "mooncake://host:1?protocol=udp",
-        "mooncake://host:1?segment=big",
-        "mooncake://host:1?namespace=a*",
-        "mooncake://host:1?namespace=",
-        "mooncake://host:1?namespace=" + "x" * 65,
-        "mooncake://host:1?metadata=file:///etc/passwd",
-        "mooncake://host:1?metadata=http://user:secret@host/",
-        "mooncake://host:1?admin=host",
-        "mooncake://host:1?size=1",
-    ],
-)
-def test_what_cannot_be_used_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
-        settings_of(parse_url(url))
 
 
 def test_names_are_a_namespace_and_hex_and_lead_back() -> None:

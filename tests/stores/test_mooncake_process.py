@@ -28,37 +28,6 @@ def segments(master: MooncakeMaster) -> int:
     return len(answer(master.admin, "/get_all_segments").split())
 
 
-def test_two_processes_share_pages(mooncake_master: Any) -> None:
-    with Child() as one, Child() as two:
-        for child in (one, two):
-            assert "error" not in child.ask("open", url=mooncake_master.url, namespace="two.")
-        assert one.ask("put", count=100)["HIT"] == 100
-        got = two.ask("get", count=120)
-        assert (got["HIT"], got["MISS"], got["wrong"]) == (100, 20, 0)
-
-
-def test_two_processes_may_write_the_same_pages_at_once(mooncake_master: Any) -> None:
-    with Child() as one, Child() as two:
-        children = (one, two)
-        for child in children:
-            assert "error" not in child.ask("open", url=mooncake_master.url, namespace="race.")
-        for attempt in range(5):
-            for child in children:
-                child.tell("put", count=200, name=f"{attempt}/")
-            assert [child.answer()["HIT"] for child in children] == [200, 200]
-            for child in children:
-                got = child.ask("get", count=200, name=f"{attempt}/")
-                assert (got["HIT"], got["wrong"]) == (200, 0)
-
-
-def test_namespaces_never_meet(mooncake_master: Any) -> None:
-    with Child() as one, Child() as two:
-        one.ask("open", url=mooncake_master.url, namespace="tenant1.")
-        two.ask("open", url=mooncake_master.url, namespace="tenant2.")
-        assert one.ask("put", count=10)["HIT"] == 10
-        assert two.ask("get", count=10)["MISS"] == 10
-
-
 def test_the_real_client_is_not_called_after_close(mooncake_master: Any) -> None:
     with Child() as child:
         answered = child.ask("misuse", url=mooncake_master.url)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
+from collections.abc import Iterator
 from hashlib import sha256
 
 import pytest
-from asynccache_backends.object_store import ObjectBackend
 from asynccache_backends.object_store.client import connect, redacted, settings_of
 from asynccache_backends.object_store.formats import (
     ENTRY_BYTES,
@@ -29,10 +28,8 @@ from asynccache_backends.object_store.formats import (
     trailer_of,
 )
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.errors import ConfigError
 from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA, parse_url
-from asynccache.testing.backend_suite import LAYOUT
-from tests.stores.server import free_port
 
 # Packs, snapshots and tombstones say what was written, or nothing; the index answers as a simple model of it does.
 
@@ -58,20 +55,20 @@ def pack_of(clock: NameClock, numbers: list[int]) -> Pack:
     return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, entries_of(numbers))
 
 
-def test_a_footer_comes_back_whatever_lies_before_it() -> None:
+def flipped(data: bytes) -> Iterator[bytes]:
+    """With one bit of each byte turned."""
+    for at in range(len(data)):
+        yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+
+def test_a_footer_comes_back_whatever_lies_before_it_and_no_flipped_bit_goes_unseen() -> None:
     footer = footer_of([1, 2, 3])
     size = 30 + len(footer)
     assert footer_bytes(footer) == footer_bytes(footer[-TRAILER_BYTES:]) == len(footer)
     for before in (b"", b"x" * 17):
         assert parse_footer(before + footer, size, RECORD_SCHEMA) == entries_of([1, 2, 3])
-
-
-def test_no_flipped_bit_of_a_footer_goes_unseen() -> None:
-    footer = footer_of([1, 2])
-    for at in range(len(footer)):
-        broken = bytearray(footer)
-        broken[at] ^= 1 << at % 8
-        assert parse_footer(bytes(broken), 20 + len(footer), RECORD_SCHEMA) is None
+    assert not any(parse_footer(broken, size, RECORD_SCHEMA) for broken in flipped(footer))
+    assert parse_footer(footer, size, OTHER) is None, "another schema"
 
 
 def test_a_footer_that_does_not_fit_its_object_is_damaged() -> None:
@@ -90,11 +87,6 @@ def test_a_footer_that_lies_about_offsets_is_damaged() -> None:
         assert parse_footer(footer, 20 + len(footer), RECORD_SCHEMA) is None
 
 
-def test_a_pack_of_another_schema_is_not_read() -> None:
-    footer = footer_of([1])
-    assert parse_footer(footer, 10 + len(footer), OTHER) is None
-
-
 def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     clock = NameClock()
     first, second = pack_of(clock, [1, 2]), pack_of(clock, [3])
@@ -107,20 +99,14 @@ def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     assert parse_snapshot(memoryview(data), OTHER) is None
     for cut in (0, 10, 55, 56, len(data) - 1):
         assert parse_snapshot(memoryview(data[:cut]), RECORD_SCHEMA) is None
-    for at in range(len(data)):
-        broken = bytearray(data)
-        broken[at] ^= 1 << at % 8
-        assert parse_snapshot(memoryview(broken), RECORD_SCHEMA) is None, at
+    assert not any(parse_snapshot(memoryview(broken), RECORD_SCHEMA) for broken in flipped(data))
 
 
 def test_a_tombstone_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     name, data = NameClock().name(), pack_tomb([key_of(1), key_of(2)])
     assert parse_tomb(name, data) == (key_of(1), key_of(2))
     assert parse_tomb("../" + name, data) is None
-    for at in range(len(data)):
-        broken = bytearray(data)
-        broken[at] ^= 1 << at % 8
-        assert parse_tomb(name, bytes(broken)) is None
+    assert not any(parse_tomb(name, broken) for broken in flipped(data))
 
 
 def test_names_sort_by_time_and_never_go_back() -> None:
@@ -224,51 +210,9 @@ def check(index: PackIndex, model: Model, told: set[bytes]) -> None:
 SECRET = "hunter2hunter2"
 
 
-@pytest.mark.parametrize("option", [
-    f"access_key_id={SECRET}", f"secret_access_key={SECRET}", f"session_token={SECRET}", f"sas={SECRET}",
-    f"account_key={SECRET}", f"password={SECRET}", f"endpoint=http://user:{SECRET}@127.0.0.1:9",
-])
-def test_secrets_in_a_url_are_refused_and_not_repeated(option: str) -> None:
-    with pytest.raises(ConfigError, match="environment") as refused:
-        settings_of(parse_url(f"s3://bucket/kv?{option}"))
-    assert SECRET not in str(refused.value)
-
-
-@pytest.mark.parametrize(("url", "match"), [
-    ("s3://bucket?colour=red", "unknown option 'colour'"),
-    ("gs://bucket?region=us-east-1", "unknown option 'region'"),
-    ("s3://bucket?pack=1", "pack=1 must lie between"),
-    ("s3://bucket?pack=1TiB", "must lie between"),
-    ("s3://bucket?capacity=5GiB", "there is no capacity: a lifetime rule of the bucket"),
-    ("s3://bucket?refresh=often", "refresh='often'"),
-    ("s3://bucket?refresh=nan", "refresh=nan"),
-    ("s3://bucket?refresh=-1", "refresh=-1"),
-    ("s3://bucket?parallel=0", "parallel=0"),
-    ("s3://bucket?request_timeout=0", "request_timeout=0"),
-    ("s3://bucket?request_timeout=1e300", "request_timeout=1e"),
-])
-def test_options_that_are_refused(url: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        settings_of(parse_url(url))
-
-
-@pytest.mark.parametrize(("url", "match"), [
-    ("s3://", "no bucket"), ("gs:///prefix", "no bucket"), ("s3://b/a//c", "empty part"),
-    ("s3://b/../c", r"'\.\.'"), ("s3://b/./c", r"'\.'"),
-])
-def test_places_that_are_refused(url: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        connect(parse_url(url), settings_of(parse_url(url)))
-
-
-@pytest.mark.parametrize("place", [
-    f"user:{SECRET}@bucket/kv", f"user:{SECRET}/more@bucket", f"bucket/user:{SECRET}@host/..",
-])
-def test_a_user_and_password_before_the_bucket_are_refused_and_not_repeated(place: str) -> None:
-    url = parse_url(f"s3://{place}")
-    with pytest.raises(ConfigError, match=r"bucket|prefix") as refused:
-        connect(url, settings_of(url))
-    assert SECRET not in str(refused.value)
+def test_a_capacity_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(ConfigError, match="there is no capacity: a lifetime rule of the bucket"):
+        settings_of(parse_url("s3://bucket?capacity=5GiB"))
 
 
 @pytest.mark.parametrize("url", [
@@ -286,20 +230,3 @@ def test_places_that_are_understood(url: str, monkeypatch: pytest.MonkeyPatch) -
 def test_queries_and_long_texts_are_cut_from_messages() -> None:
     text = redacted(ValueError(f"GET https://x.blob/c?sig={SECRET}&se=1 failed\nheaders: {SECRET}" + "x" * 999))
     assert text == "ValueError: GET https://x.blob/c?... failed"
-
-
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'obstore>=0\.6'"):
-        connect(parse_url("s3://bucket"), settings_of(parse_url("s3://bucket")))
-
-
-async def test_a_store_that_is_not_there_is_unavailable_soon_and_keeps_its_secrets(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", SECRET)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    url = parse_url(f"s3://bucket/kv?endpoint=http://127.0.0.1:{free_port()}&request_timeout=2")
-    with pytest.raises(Unavailable, match="s3:bucket/kv") as failed:
-        await ObjectBackend.open(url, LAYOUT)
-    assert SECRET not in str(failed.value)

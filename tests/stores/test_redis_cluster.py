@@ -14,11 +14,11 @@ from redis.crc import key_slot
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Result, parse_url
-from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
+from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, same
 from tests.cli.rank_runs import PP2, TP2, Shape, hits, run, sound
 from tests.cli.test_cli_rank_processes import FEW
 from tests.storage.page_kit import get, put
-from tests.stores.redis_kit import checked, opened
+from tests.stores.kinds import backend_at, opened
 from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.server import HOST
 from tests.waiting import until
@@ -38,7 +38,7 @@ def _counts(cluster: RedisCluster) -> list[int]:
 
 
 async def _empty(cluster: RedisCluster) -> None:
-    async with opened(cluster.url) as backend:
+    async with backend_at(cluster.url) as backend:
         await backend.clear()
     assert _counts(cluster) == [0, 0, 0]
 
@@ -46,7 +46,7 @@ async def _empty(cluster: RedisCluster) -> None:
 async def test_pages_spread_over_all_and_come_back_in_order(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(90)
-    async with opened(redis_cluster.url) as backend:
+    async with backend_at(redis_cluster.url) as backend:
         stored = await put_all(backend, keys)
         assert min(_counts(redis_cluster)) > 10
         results, fetched = await get_all(backend, keys[::-1])
@@ -67,20 +67,20 @@ async def _parts(backend: RedisBackend) -> Any:
 async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(30)
-    async with opened(redis_cluster.url) as backend:
+    async with backend_at(redis_cluster.url) as backend:
         await put_all(backend, keys)
     for server in redis_cluster.servers:
-        async with opened(server.url) as backend:
+        async with backend_at(server.url) as backend:
             assert await backend.exists(keys) == [HIT] * 30
     url = f"redis://{HOST}:1,{HOST}:{redis_cluster.servers[2].port}"
-    async with opened(url) as backend:
+    async with backend_at(url) as backend:
         assert await backend.exists(keys) == [HIT] * 30
 
 
 async def test_cluster_off_and_on(redis_cluster: RedisCluster) -> None:
     with pytest.raises(ConfigError, match="several hosts"):
         await RedisBackend.open(parse_url(f"{redis_cluster.url}?cluster=off"), LAYOUT)
-    async with opened(f"{redis_cluster.servers[0].url}?cluster=off") as backend:
+    async with backend_at(f"{redis_cluster.servers[0].url}?cluster=off") as backend:
         key = next(key for key in keys_of(99) if key_slot(_name(key)) > 10_000)
         with pytest.raises(Unavailable, match="MOVED"):
             await backend.exists([key])
@@ -88,7 +88,7 @@ async def test_cluster_off_and_on(redis_cluster: RedisCluster) -> None:
         for url in (f"{alone.url}?cluster=on", f"{alone.url},{HOST}:{alone.port}"):
             with pytest.raises(ConfigError, match="no part of a cluster"):
                 await RedisBackend.open(parse_url(url), LAYOUT)
-        async with opened(f"{alone.url}?cluster=off") as backend:
+        async with backend_at(f"{alone.url}?cluster=off") as backend:
             await put_all(backend, keys_of(3))
 
 
@@ -144,7 +144,7 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
     await _empty(redis_cluster)
     keys = keys_of(40)
     key = keys[7]
-    async with opened(redis_cluster.url) as backend:
+    async with backend_at(redis_cluster.url) as backend:
         stored = await put_all(backend, keys)
         move = _Move(redis_cluster, key)
         move.begin()
@@ -172,7 +172,7 @@ async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connectio
     """Also one that was at work for a request when the map changed. Servers that come and go leave nothing behind."""
     await _empty(redis_cluster)
     keys = keys_of(30)
-    async with opened(redis_cluster.url) as backend:
+    async with backend_at(redis_cluster.url) as backend:
         await put_all(backend, keys)
         router = backend._router
         stays = next(iter(router.nodes))
@@ -198,7 +198,7 @@ async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisClust
     await _empty(redis_cluster)
     keys = keys_of(60)
     lost = redis_cluster.servers[1]
-    async with checked(redis_cluster.url) as store:
+    async with opened(redis_cluster.url) as store:
         assert await put(store, keys) == [HIT] * 60
         lost.kill()
         results = await get(store, keys)
@@ -221,9 +221,9 @@ async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: Re
     await _empty(redis_cluster)
     keys = keys_of(60)
     hung = redis_cluster.servers[0]
-    async with checked(redis_cluster.url) as store:
+    async with opened(redis_cluster.url) as store:
         assert await put(store, keys) == [HIT] * 60
-    async with checked(f"{redis_cluster.url}?stall=0.3") as store:
+    async with opened(f"{redis_cluster.url}?stall=0.3") as store:
         hung.hang()
         try:
             results = await get(store, keys)
@@ -238,46 +238,6 @@ async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: Re
             return await get(store, keys) == [HIT] * 60
 
         await until(whole)
-
-
-async def test_a_cluster_that_is_gone_is_unavailable() -> None:
-    with RedisCluster() as cluster:
-        async with opened(cluster.url) as backend:
-            keys = keys_of(30)
-            await put_all(backend, keys)
-            cluster.kill()
-            for _ in range(3):
-                with pytest.raises(Unavailable):
-                    await backend.exists(keys)
-            with pytest.raises(Unavailable):
-                await backend.put(keys[:1], [record_of(keys[0])])
-            cluster.restart()
-
-            async def back() -> bool:
-                try:
-                    return await backend.exists(keys) == [MISS] * 30
-                except Unavailable:
-                    return False
-
-            await until(back)
-            await put_all(backend, keys)
-
-
-async def test_cancelled_with_all_nodes_at_work(redis_cluster: RedisCluster) -> None:
-    keys = [page_key(f"c{i}") for i in range(60)]
-    async with opened(redis_cluster.url) as backend:
-        await put_all(backend, keys)
-        redis_cluster.hang()
-        try:
-            task = asyncio.create_task(get_all(backend, keys))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            async with asyncio.timeout(1):
-                await asyncio.wait([task])
-            assert task.cancelled()
-        finally:
-            redis_cluster.resume()
-        assert (await get_all(backend, keys))[0] == [HIT] * 60
 
 
 # Ranks that share one Redis: each writes its own shards, one writes for all what is replicated, and a new group of

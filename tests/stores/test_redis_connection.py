@@ -122,13 +122,6 @@ def server_of(settings: RedisSettings, **changed: Any) -> RedisServer:
     return RedisServer(settings.seeds[0], replace(settings, **changed), Counter())
 
 
-async def test_one_request_after_another() -> None:
-    async with connected(answers(b"+PONG\r\n", b":1\r\n:2\r\n")) as connection:
-        assert await connection.ask(PING) == [b"PONG"]
-        assert await connection.ask([(b"a", None), (b"b", None)]) == [1, 2]
-        assert not connection.link.closed
-
-
 @pytest.mark.parametrize(
     "reply", [b"", b"$10", b"$4160\r\n", b"$4160\r\n" + bytes(70), b"$4160\r\n" + bytes(4160), b"$99\r\nabc"]
 )
@@ -218,17 +211,6 @@ async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
         with pytest.raises(Timeout, match=r"silent for 0\.5 s"):
             await connection.ask(PING)
         assert loop.time() - last >= 0.43
-
-
-async def test_slow_is_not_silent() -> None:
-    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(100)
-        for byte in b"+PONG\r\n":
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.35)
-
-    async with connected(drips, stall=2.0) as connection:
-        assert await connection.ask(PING) == [b"PONG"]
 
 
 async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
@@ -410,12 +392,6 @@ async def test_a_connection_that_was_closed_while_it_was_made_is_none() -> None:
             async with link.signed_in(5):
                 pass
         await asyncio.wait_for(hung_up.wait(), 5)
-
-
-async def test_who_answers_with_http_is_no_redis() -> None:
-    async with connected(answers(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as connection:
-        with pytest.raises(ProtocolError):
-            await connection.ask(PING)
 
 
 async def test_connections_are_kept_and_shared() -> None:

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, about, joined, storing
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
-from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.storage import HostPort, Record, Result, parse_url
 from tests.stores.redis_server import Certificate
@@ -65,49 +65,44 @@ def _read(parts: Sequence[bytes], sinks: Sequence[Record | None], spare: int = 6
     return [str(reply) if isinstance(reply, Refusal) else reply for reply in reader.replies]
 
 
-PLAIN = b"+OK\r\n:1\r\n:-7\r\n$-1\r\n-OOM no room\r\n:0\r\n:1234567\r\n-ERR\r\n+QUEUED\r\n+\r\n"
-PLAIN_REPLIES = [b"OK", 1, -7, None, "OOM no room", 0, 1234567, "ERR", b"QUEUED", b""]
+PLAIN = [(b"+OK\r\n", b"OK"), (b":-7\r\n", -7), (b"$-1\r\n", None), (b"-OOM no room\r\n", "OOM no room"),
+         (b":1234567\r\n", 1234567),         (b"-ERR\r\n", "ERR"), (b"+\r\n", b""), (b":0\r\n", 0)]  # fmt: skip
 
 
-def test_plain_replies_cut_anywhere() -> None:
-    sinks = [None] * len(PLAIN_REPLIES)
-    for at in range(len(PLAIN) + 1):
-        assert _read([PLAIN[:at], PLAIN[at:]], sinks) == PLAIN_REPLIES
-    assert _read([PLAIN[i : i + 1] for i in range(len(PLAIN))], sinks) == PLAIN_REPLIES
-
-
-@pytest.mark.parametrize("spare", [16, 64, 4096])
-@pytest.mark.parametrize("size", [0, 1, 100, 40_000])
-def test_pages_cut_anywhere(size: int, spare: int) -> None:
-    """Found, missing, of another length, refused, found."""
-    rng = Random(size)
-    first, last = rng.randbytes(64 + size), rng.randbytes(64 + size)
-    data = _bulk(first) + b"$-1\r\n" + _bulk(first + b"x") + b"-LOADING x\r\n" + _bulk(last)
-    cuts = range(len(data) + 1) if size < 1000 else [rng.randrange(len(data)) for _ in range(8)]
-    for at in cuts:
-        pages = [_Page(size) for _ in range(5)]
-        replies = _read([data[:at], data[at:]], [page.record for page in pages], spare)
-        assert replies == [HIT, MISS, CORRUPT, "LOADING x", HIT]
-        assert (pages[0].value, pages[4].value) == (first, last)
-        assert all(page.guarded for page in pages)
-
-
-def test_pages_in_small_pieces() -> None:
-    rng = Random(3)
-    values = [rng.randbytes(64 + 300) for _ in range(6)]
-    data = b"".join(map(_bulk, values))
-    for step in (1, 2, 3, 7, 63, 64, 65, 255, 257):
-        pages = [_Page(300) for _ in values]
-        parts = [data[i : i + step] for i in range(0, len(data), step)]
-        assert _read(parts, [page.record for page in pages]) == [HIT] * 6
-        assert [page.value for page in pages] == values
-
-
-def test_pages_among_other_replies() -> None:
-    page = _Page(30)
-    value = bytes(range(94))
-    assert _read([b"+OK\r\n" + _bulk(value) + b"+OK\r\n"], [None, page.record, None]) == [b"OK", HIT, b"OK"]
-    assert page.value == value
+@pytest.mark.parametrize("seed", range(24))
+def test_replies_of_every_kind_come_out_as_they_are_however_they_are_cut(seed: int) -> None:
+    """Pages that are there, missing, refused or of another length (however long), among replies that are no pages: cut
+    at every place, and in small pieces. No byte beside a payload is touched, and what is there is whole."""
+    rng, parts, sinks, expected = Random(seed), list[bytes](), list[_Page | None](), list[Any]()
+    size = rng.choice([0, 1, 30, 300, 40_000])
+    pages = list[tuple[int, bytes]]()
+    for at in range(rng.randint(1, 9)):
+        if rng.random() < 0.3:
+            sinks.append(None)
+            part, reply = rng.choice(PLAIN)
+        else:
+            sinks.append(_Page(size))
+            value = rng.randbytes(64 + size)
+            part, reply = rng.choice([(_bulk(value), HIT)] * 3 + [
+                (b"$-1\r\n", MISS), (b"-LOADING x\r\n", "LOADING x"), (_bulk(value + b"x"), CORRUPT),
+                (_bulk(b""), CORRUPT), (_bulk(bytes(200_000 if size == 300 else 95 + size)), CORRUPT),
+            ])  # fmt: skip
+            pages += [(at, value)] if reply is HIT else []
+        parts.append(part)
+        expected.append(reply)
+    data = b"".join(parts)
+    short = len(data) < 2500
+    cuts = [[at, len(data)] for at in (range(len(data)) if short else rng.sample(range(len(data)), 8))]
+    steps = [range(step, len(data) + step, step) for step in ((1, 2, 3, 7, 63, 64, 65, 255) if short else (9999,))]
+    for ends in (*cuts, *steps):
+        for sink in filter(None, sinks):
+            sink.memory[GUARD:-GUARD] = bytes(size)
+        pieces = [data[begin:end] for begin, end in pairwise([0, *ends])]
+        records = [None if sink is None else sink.record for sink in sinks]
+        assert _read(pieces, records, rng.choice([16, 64, 4096])) == expected
+        for at, value in pages:
+            assert getattr(sinks[at], "value", None) == value
+        assert all(sink is None or sink.guarded for sink in sinks)
 
 
 def test_pages_are_received_where_they_belong() -> None:
@@ -139,12 +134,6 @@ def test_one_page_that_is_not_there_leaves_the_others_whole(place: int, wrong: b
         assert all(page.guarded for page in pages)
 
 
-def test_a_page_of_another_length_however_long() -> None:
-    page = _Page(10)
-    assert _read([b"$200000\r\n" + b"x" * 200_000 + b"\r\n"], [page.record]) == [CORRUPT]
-    assert page.guarded
-
-
 def test_after_the_last_page_the_next_byte_has_a_place_and_is_an_error() -> None:
     page = _Page(10)
     reader = Reader([page.record])
@@ -152,14 +141,6 @@ def test_after_the_last_page_the_next_byte_has_a_place_and_is_an_error() -> None
     assert reader.missing == 0
     with pytest.raises(ProtocolError, match="nobody asked"):
         _land(reader, b"x")
-
-
-def test_large_pages_among_other_replies() -> None:
-    """Those that a server with half a slot answers."""
-    page = _Page(1 << 20)
-    reader = Reader([None, page.record])
-    _land(reader, b"+OK\r\n$%d\r\n" % (64 + (1 << 20)) + bytes(64))
-    assert (reader.buffer.obj, len(reader.buffer)) == (page.memory, 1 << 20)
 
 
 def test_a_reader_that_forgets_holds_no_buffer() -> None:
@@ -172,42 +153,21 @@ def test_a_reader_that_forgets_holds_no_buffer() -> None:
     page.memory.extend(b"x")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"HTTP/1.1 400\r\n", b"$x\r\n", b"\r\n", b"$3\r\nabcd\r\n", b":1\r\n:2\r\n", b"*x\r\n", b"x" * 70, b"$\r\n",
-     b":1\r\n:0\r\n",
-     b"$99999999999999\r\n"],
-)  # fmt: skip
-def test_what_is_no_answer_is_an_error(data: bytes) -> None:
-    reader = Reader([None], 64)
+NO_PAGE = [b"HTTP/1.1 400\r\n", b"$x\r\n", b"$1a\r\n", b"$68\r\n" + bytes(68) + b"\r\r"]
+NO_ANSWER = [
+    b"HTTP/1.1 400\r\n", b"$x\r\n", b"\r\n", b"$3\r\nabcd\r\n", b":1\r\n:2\r\n", b"*x\r\n", b"x" * 70, b"$\r\n",
+    b":1\r\n:", b"$99999999999999\r\n", b"$1\r\n1\r\n", b"$0\r\n\r\n", b"$-2\r\n",
+]  # fmt: skip
+LISTS = [b"*1\r\n:1\r\n", b"*0\r\n", b"*-1\r\n", b"%1\r\n+a\r\n:1\r\n"]
+
+
+@pytest.mark.parametrize(("page", "data"), [
+    *((True, data) for data in [*NO_PAGE, *LISTS]), *((False, data) for data in [*NO_ANSWER, *LISTS]),
+])  # fmt: skip
+def test_what_is_no_answer_is_an_error(page: bool, data: bytes) -> None:
+    """Lists are asked for by redis-py, so that here one is no answer."""
     with pytest.raises(ProtocolError):
-        _land(reader, data)
-
-
-@pytest.mark.parametrize("data", [b"HTTP/1.1 400\r\n", b"$x\r\n", b"$1a\r\n", b"$14\r\n" + bytes(14) + b"\r\r"])
-def test_what_is_no_page_is_an_error(data: bytes) -> None:
-    reader = Reader([_Page(4).record], 64)
-    with pytest.raises(ProtocolError):
-        _land(reader, data)
-
-
-@pytest.mark.parametrize("data", [b"*1\r\n:1\r\n", b"*0\r\n", b"*-1\r\n", b"%1\r\n+a\r\n:1\r\n"])
-@pytest.mark.parametrize("sink", [None, _Page(4).record])
-def test_a_list_is_no_answer(data: bytes, sink: Record | None) -> None:
-    """Those that are answered by a list are asked by redis-py."""
-    with pytest.raises(ProtocolError):
-        _land(Reader([sink]), data)
-
-
-@pytest.mark.parametrize("data", [b"$1\r\n1\r\n", b"$0\r\n\r\n", b"$-2\r\n"])
-def test_a_string_where_none_was_asked_for_is_an_error(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        _land(Reader([None]), data)
-
-
-def test_half_an_answer_too_many_is_an_error() -> None:
-    with pytest.raises(ProtocolError, match="nobody asked"):
-        _land(Reader([None]), b":1\r\n:")
+        _land(Reader([_Page(4).record if page else None], 64), data)
 
 
 def _command(*words: bytes) -> bytes:
@@ -307,48 +267,6 @@ def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
         assert settings.tls.check_hostname
         assert "localhost" in str(settings.tls.get_ca_certs())
         assert settings.tls_name == "kv"
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("redis:", "host:port"),
-        ("redis://h:0", "host:port"),
-        ("redis://h:99999", "host:port"),
-        ("redis://h,", "host:port"),
-        ("redis://h/x", "database"),
-        ("redis://h/-1", "database"),
-        ("redis://h?prefix=", "prefix"),
-        ("redis://h?prefix=a%20b", "prefix"),
-        ("redis://h?prefix={a}", "prefix"),
-        ("redis://h?prefix=a%0d%0a", "prefix"),
-        ("redis://h?ttl=-1", "ttl"),
-        ("redis://h?ttl=1w", "ttl"),
-        ("redis://h?ttl=0.0001", "ttl"),
-        ("redis://h?stall=0", "stall"),
-        ("redis://h?stall=0.0001s", "stall"),
-        ("redis://h?connections=0", "connections"),
-        ("redis://h?cluster=maybe", "cluster"),
-        ("redis://h?color=red", "color"),
-        ("redis://h?prefix=a%0A", "prefix"),
-        ("redis://h?connections=1.5", "connections"),
-        ("redis://h/1000000", "database"),
-        ("redis://h?ttl=none", "ttl"),
-        ("rediss://h?ca=/nowhere.pem", "ca"),
-    ],
-)
-def test_what_is_wrong_is_named(url: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        _of(url)
-
-
-@pytest.mark.parametrize(
-    "url", ["redis://u:hunter2@h?color=red", "redis://h?password=hunter2", "redis://u:hunter2@h:x", "redis://u:hunter2@h/x"]
-)
-def test_no_error_quotes_a_secret(url: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        _of(url)
-    assert "hunter2" not in str(caught.value)
 
 
 def test_no_form_of_the_settings_shows_a_secret() -> None:

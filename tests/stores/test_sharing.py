@@ -26,16 +26,26 @@ from asynccache.storage.checked import store_layout
 from asynccache.worker.pool_layout import PoolMap
 from tests import warm
 from tests.sidecars.sidecar_kit import deepseek, everything, needed, opened, page_hashes, serve, solid, stack, text
-from tests.stores.each import KINDS, fresh_seed, store_url
+from tests.stores.kinds import ATTACHED, fresh_seed, store_url
 
 # Two processes on one store, with the replay tool: what one has stored, the other hits; and both at the same time are
 # harmless. Every page that either reads is verified.
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = tuple(kind for kind in KINDS if kind != "file")  # a folder is one process's at a time
+SHARED = tuple(kind for kind in ATTACHED if kind != "file")  # a folder is one process's at a time
 BLOCK = 512
 WITHIN = 120.0
+
+
+@pytest.fixture(params=ATTACHED)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def url(kind: str, request: pytest.FixtureRequest) -> str:
+    return store_url(kind, request)
 
 
 def trace(path: Path, seed: int) -> Path:
@@ -102,11 +112,7 @@ def of_storage(found: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_second_hits_what_the_first_has_stored(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = store_url(kind, request, tmp_path, monkeypatch)
+def test_the_second_hits_what_the_first_has_stored(kind: str, url: str, tmp_path: Path) -> None:
     made = trace(tmp_path / "trace.jsonl", fresh_seed())
     first = here(kind, made, url)
     second = report(replay(made, url))
@@ -117,11 +123,8 @@ def test_the_second_hits_what_the_first_has_stored(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARED)
-def test_both_at_the_same_time(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_at_the_same_time(kind: str, url: str, tmp_path: Path) -> None:
     """They write the same pages at the same time, and read what the other is writing."""
-    url = store_url(kind, request, tmp_path, monkeypatch)
     made = trace(tmp_path / "trace.jsonl", fresh_seed())
     for found in [report(process) for process in [replay(made, url), replay(made, url)]]:
         assert found["storage"]["corrupt_pages"] == 0
@@ -159,11 +162,6 @@ def plain(host: int, **more: Any) -> CacheConfig:
 
 
 SHAPES: Mapping[str, Callable[..., CacheConfig]] = {"plain": plain, "deepseek": deepseek, "everything": everything}
-
-
-@pytest.fixture(params=KINDS)
-def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return store_url(request.param, request, tmp_path, monkeypatch)
 
 
 def losses(config: CacheConfig) -> Iterator[tuple[Gone, ...]]:
@@ -251,16 +249,6 @@ ODD = (
 ODD_KEYS = (*ODD, "", b"", b"\xff\xfe\x00\x80", bytes(range(256)), b"\r\nFLUSHALL\r\n")
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def url_of_kind(kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return store_url(kind, request, tmp_path, monkeypatch)
-
-
 def base(url: str, page: int = 4, **more: Any) -> CacheConfig:
     usual = {"bytes_per_token": 8, "layers": 2, "dtype": "uint8", "covers": ()}
     own: dict[str, Any] = {name: more.pop(name, value) for name, value in usual.items()}
@@ -285,13 +273,11 @@ async def stored_keys(url: str) -> list[bytes]:
 
 
 @pytest.mark.slow
-async def test_odd_names_of_models_and_tenants_are_harmless(
-    kind: str, url_of_kind: str, tmp_path: Path, request: Any
-) -> None:
+async def test_odd_names_of_models_and_tenants_are_harmless(kind: str, url: str, tmp_path: Path, request: Any) -> None:
     """Each is stored and found again, and all that is in the store is under keys of 32 bytes that are digests."""
     seed = fresh_seed()
     for model in ODD:
-        config = replace(base(url_of_kind), model=model)
+        config = replace(base(url), model=model)
         async with opened(config) as cache:
             assert await serve(cache, prompt(config, seed)) == 0
             for namespace in ODD_KEYS if model == ODD[0] else ODD_KEYS[-3:-2]:
@@ -302,7 +288,7 @@ async def test_odd_names_of_models_and_tenants_are_harmless(
                 assert await serve(cache, prompt(config, seed)) == NAMED_PAGES * 4
                 for namespace in ODD_KEYS:
                     assert await serve(cache, prompt(config, seed), namespace=namespace) == NAMED_PAGES * 4
-    keys = await stored_keys(url_of_kind)
+    keys = await stored_keys(url)
     assert len(keys) >= NAMED_PAGES * (2 * len(ODD) + len(ODD_KEYS) - 1)
     assert {len(key) for key in keys} == {32}
     assert len(set(keys)) == len(keys)
@@ -335,9 +321,9 @@ def test_a_model_that_is_no_text_is_refused(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["..", ".", "-rf", "__class__", "насос", "x" * 200])
-async def test_odd_names_of_pools_are_harmless_or_refused(name: str, url_of_kind: str) -> None:
+async def test_odd_names_of_pools_are_harmless_or_refused(name: str, url: str) -> None:
     with suppress(ConfigError):
-        config = base(url_of_kind, sidecars=[Sidecar(name=name, indices_from="full", bytes_per_page=8)])
+        config = base(url, sidecars=[Sidecar(name=name, indices_from="full", bytes_per_page=8)])
         tokens = prompt(config, fresh_seed())
         for expected in (0, NAMED_PAGES * 4):
             async with opened(config) as cache:
@@ -357,25 +343,25 @@ VARIANTS: Mapping[str, Callable[[str], CacheConfig]] = {
 
 
 @pytest.mark.slow
-async def test_what_is_not_the_same_never_meets(url_of_kind: str) -> None:
+async def test_what_is_not_the_same_never_meets(url: str) -> None:
     """Models, dtypes, page sizes, layers and tenants: each finds its own, and nobody else's."""
-    tokens = prompt(base(url_of_kind), fresh_seed())
-    async with opened(base(url_of_kind)) as cache:
+    tokens = prompt(base(url), fresh_seed())
+    async with opened(base(url)) as cache:
         assert await serve(cache, tokens) == 0
         await cache.flush()
     for what, variant in VARIANTS.items():
-        config = variant(url_of_kind)
+        config = variant(url)
         async with opened(config) as cache:
             assert await serve(cache, tokens) == 0, f"another {what}, and it was a hit"
             await cache.flush()
-    async with opened(base(url_of_kind)) as cache:
+    async with opened(base(url)) as cache:
         for tenant in ("a", "b", b"a\0", "a\0"):
             assert await serve(cache, tokens, namespace=tenant) == 0, tenant
         await cache.flush()
     for what, variant in {"nothing": base, **VARIANTS}.items():
-        config = variant(url_of_kind)
+        config = variant(url)
         async with opened(config) as cache:
             assert await serve(cache, tokens) == 16, f"its own pages, with another {what}"
-    async with opened(base(url_of_kind)) as cache:
+    async with opened(base(url)) as cache:
         for tenant in ("b", "a", b"a\0", "a\0", "c"):
             assert await serve(cache, tokens, namespace=tenant) == (0 if tenant == "c" else 16)

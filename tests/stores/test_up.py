@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from asynccache.storage import HEADER_BYTES
 from asynccache.testing.backend_suite import LAYOUT, page_key
 from tests.stores import up
 from tests.stores.redis_server import RedisServer
-from tests.stores.server import HOST, CannotStart, listens
+from tests.stores.server import CannotStart, listens
 
 # ``up.py``, by which people and CI start the real stores.
 
@@ -113,15 +112,6 @@ def test_a_store_that_cannot_start_is_said_and_the_others_start(
     assert "export KEY='a b'" in out
 
 
-def test_a_port_that_somebody_has_is_not_free() -> None:
-    with socket.socket() as other:
-        other.bind((HOST, 0))
-        port = other.getsockname()[1]
-        assert not up.is_free(port)                    # nobody listens there, and still it is taken
-    assert up.is_free(port)
-    assert not up.is_free(0)                           # of a cluster, which has no usual port
-
-
 def test_what_the_system_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda program, path="": None)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
@@ -148,12 +138,6 @@ def test_where_installing_is_not_ours_to_do_it_says_how(
     monkeypatch.setattr("subprocess.run", never)
     assert up.install({}) == 0
     assert said in capsys.readouterr().out
-
-
-def test_an_unknown_store_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        up.main(["up", "--only", "tea"])
-    assert "no such store: tea; there are redis, redis-cluster, s3, mooncake" in capsys.readouterr().err
 
 
 # ``asynccache store`` and ``asynccache bench store`` on the real stores.

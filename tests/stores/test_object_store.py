@@ -1,27 +1,55 @@
-"""Object stores: several writers, what is found again after damage and kill -9, and calls that are cancelled."""
+"""What only object stores do: packs, their index and tombstones, several writers, kill -9, and objects that lie."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 from secrets import token_hex
 from typing import Any
 
+import msgspec
 import pytest
-from asynccache_backends.object_store.formats import LAST_STAMP, first_name
+from asynccache_backends.object_store.formats import (
+    LAST_STAMP,
+    MAX_RECORDS,
+    NameClock,
+    Pack,
+    PackIndexSnapshot,
+    first_name,
+    pack_entries,
+    pack_snapshot,
+    parse_snapshot,
+    trailer_of,
+)
+from xxhash import xxh3_128_digest
 
-from asynccache.storage import Listable, PageKey, Result, StoreLayout, Watchable
-from asynccache.testing.backend_suite import LAYOUT, blank, page_key, record_of, same
+from asynccache.storage import Listable, Result, StoreLayout, Watchable
+from asynccache.testing.backend_suite import LAYOUT, blank, record_of, same
 from tests.storage.page_kit import fill, get, put
+from tests.stores.kinds import (
+    bare,
+    folder_url,
+    fresh_name,
+    objects,
+    open_backend,
+    opened,
+    packs,
+    some_keys,
+    store_url,
+    until_answered,
+)
 from tests.stores.object_server import MotoServer
-from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys, until_hit
-from tests.waiting import until
+from tests.stores.object_store_child import BATCH, batch_keys
+from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, Refusal
+from tests.waiting import interrupted_after, until
 
 # Several writers on one prefix: they hit each other's pages, delete for each other, and harm nobody.
 
@@ -30,13 +58,19 @@ HIT, MISS, CORRUPT, FAILED = Result.HIT, Result.MISS, Result.CORRUPT, Result.FAI
 SOON = "refresh=0.02"
 
 
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    with interrupted_after(60):
+        yield
+
+
 async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
         for n in range(3):
             keys = some_keys(str(n), 5)
             await fill(one, keys)
-            await until_hit(two, keys)
+            await until_answered(two, keys)
             assert set(await get(two, keys)) == {HIT}
             await fill(two, keys)                      # is there: nothing is stored again
         assert len(packs(tmp_path)) == 3
@@ -55,11 +89,11 @@ async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_
     async with opened(url) as one, opened(url) as two:
         keys = some_keys("0", 5)
         await fill(one, keys)
-        await until_hit(two, keys)
+        await until_answered(two, keys)
         assert await one.delete(keys[:2]) == [HIT, HIT]
-        await until_hit(two, keys[:2], MISS)
+        await until_answered(two, keys[:2], MISS)
         await fill(two, keys[:1])
-        await until_hit(one, keys[:1])
+        await until_answered(one, keys[:1])
         assert await get(one, keys) == [HIT, MISS, HIT, HIT, HIT]
 
 
@@ -75,16 +109,6 @@ async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
         assert set(await two.exists(keys)) == {MISS}
         assert two.stats()["vanished_packs"] == 1
         await fill(two, keys)
-
-
-async def test_writers_of_the_same_pages_harm_nobody(tmp_path: Path) -> None:
-    url, keys = folder_url(tmp_path), some_keys("0", 20)
-    async with opened(url) as one, opened(url) as two, opened(url) as three:
-        await asyncio.gather(*(fill(store, keys) for store in (one, two, three)))
-        assert len(packs(tmp_path)) == 3
-    async with opened(url) as one:
-        assert set(await get(one, keys)) == {HIT}
-        assert one.stats()["pages"] == 20
 
 
 def name_ahead(seconds: float) -> str:
@@ -138,7 +162,7 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
         backend.watch(lambda there, keys: (told.update if there else told.difference_update)(keys))
         keys = some_keys("0", 5) + some_keys("1", 2, "odd")
         await fill(one, keys)
-        await until_hit(two, keys)
+        await until_answered(two, keys)
         found = [stored async for batch in backend.listing() for stored in batch]
         assert {stored.key for stored in found} == told == {key.key for key in keys}
         assert {stored.size for stored in found} == {64 + 16384, 64 + 1000}
@@ -339,10 +363,9 @@ async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None
     (tmp_path / "packs").mkdir()
     theirs = tmp_path / "packs" / "readme.txt"
     theirs.write_text("hello")
-    store = await open_at(folder_url(tmp_path))
-    await fill(store, some_keys("0", 4))
-    await store.delete(some_keys("0", 4))
-    await store.aclose()
+    async with opened(folder_url(tmp_path)) as store:
+        await fill(store, some_keys("0", 4))
+        await store.delete(some_keys("0", 4))
     assert theirs.read_text() == "hello"
 
 
@@ -370,7 +393,7 @@ async def test_a_put_cancelled_as_its_pack_is_about_to_begin_ends(tmp_path: Path
 
 async def test_closing_that_is_cancelled_leaves_nothing_running(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
-    backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
+    backend = await open_backend(folder_url(tmp_path, "refresh=1"))
     with backend._open_calls:
         closing = asyncio.ensure_future(backend.aclose())
         await asyncio.sleep(0)
@@ -383,7 +406,7 @@ async def test_closing_that_is_cancelled_leaves_nothing_running(tmp_path: Path) 
 
 
 async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path) -> None:
-    backend = bare(await open_at(folder_url(tmp_path, "refresh=1")))
+    backend = await open_backend(folder_url(tmp_path, "refresh=1"))
     await asyncio.sleep(0)
     closing = asyncio.ensure_future(backend._keeper.stop())
     await asyncio.sleep(0)
@@ -398,14 +421,6 @@ async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path)
 
 CHILD = Path(__file__).parent / "object_store_child.py"
 ROOT = CHILD.parents[2]
-BATCH = 10
-
-
-def batch_keys(round_: int, batch: int) -> list[PageKey]:
-    """The keys of one of the child's batches."""
-    return [page_key(f"{round_}/{batch}/{i}", "odd" if i % 5 == 4 else "full") for i in range(BATCH)]
-
-
 def killed_after(lines: int, url: str, round_: int) -> list[str]:
     """What a child had said when it was killed, some time after that many lines."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
@@ -443,3 +458,172 @@ async def test_what_a_killed_writer_had_stored_is_there(
                     else:
                         assert results == [MISS] * gone + [HIT] * (BATCH - gone)
             assert store.stats()["errors"] == store.stats()["unreadable_packs"] == 0
+
+
+# A real S3 server that hangs, and one that is full.
+
+
+LARGE = StoreLayout({"full": 256 << 10}, LAYOUT.schema)            # sent from where it lies
+SMALL = StoreLayout({"full": 8 << 10}, LAYOUT.schema)              # copied first
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return store_url("s3", request, fresh_name())
+
+
+@pytest.mark.slow
+async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url: str) -> None:
+    backend = await open_backend(url, SMALL)
+    keys = some_keys("share", 6)
+    s3_server.hang()
+    try:
+        puts = [asyncio.ensure_future(backend.put([key], [record_of(key, SMALL)])) for key in keys]
+        await asyncio.sleep(0)
+        puts[0].cancel()                               # has a pack of its own, as the next one
+        puts[2].cancel()                               # waits in line, as all others
+        await asyncio.wait([puts[0], puts[2]])
+        puts[3].cancel()                               # shares a pack that is under way by now
+        await asyncio.wait([puts[3]])
+    finally:
+        s3_server.resume()
+    await asyncio.wait(puts)
+    assert [task.cancelled() for task in puts] == [True, False, True, True, False, False]
+    assert [task.result() for task in (puts[1], *puts[4:])] == [[HIT]] * 3
+    assert await backend.exists(keys) == [MISS, HIT, MISS, HIT, HIT, HIT]
+    assert backend.stats()["packs"] == 2
+    await backend.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refusal", [QUOTA, DISKS], ids=["quota", "disks"])
+async def test_a_full_server_refuses_pages_and_serves_what_it_has(
+    s3_server: MotoServer, url: str, refusal: Refusal
+) -> None:
+    with FullProxy(s3_server.port) as proxy:
+        async with opened(url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
+            old, new = some_keys("old", 8), some_keys("new", 8)
+            await fill(store, old)
+            proxy.full(refusal)
+            assert await put(store, new) == [FAILED] * 8
+            asked = [proxy.refused]
+            for n in range(20):
+                assert await put(store, some_keys(f"more {n}", 1)) == [FAILED]
+                asked.append(proxy.refused)
+            assert len(set(asked)) < 21, "it is left alone for a moment"
+            assert await put(store, old) == [HIT] * 8
+            assert await get(store, old) == [HIT] * 8
+            stats = store.stats()
+            assert stats["refused_pages"] == 28
+            assert stats["failed_calls"] == stats["timeouts"] == stats["breaker_opened"] == 0
+            proxy.full(None)
+
+            async def stored() -> bool:
+                return await put(store, new) == [HIT] * 8
+
+            await until(stored)
+            assert await get(store, new) == [HIT] * 8
+
+
+# Objects that say of themselves what is not so cost a miss: nothing hangs, nothing else is read, and no memory is taken
+# on a stranger's word.
+
+
+KEYS = some_keys("page", 20)
+
+
+async def use(url: str) -> None:
+    """Packs that are sent from where the pages lie and packs that are copied first, a tombstone, a saved index."""
+    async with opened(url) as store:
+        await fill(store, KEYS)
+        await fill(store, some_keys("odd", 3, "odd"))
+        await store.delete(KEYS[:1])
+        await bare(store)._catalog.save()
+
+
+async def test_an_object_of_a_tebibyte_is_not_read(tmp_path: Path) -> None:
+    """An index, a tombstone and a pack, each with a true beginning or end as far as anybody could tell."""
+    await use(folder_url(tmp_path / "s"))
+    (index,) = objects(tmp_path / "s", "index")
+    os.truncate(index, 1 << 40)
+    clock = NameClock()
+    for name in (clock.name(), f"{clock.name()}.dead"):
+        (tmp_path / "s" / "packs" / name).touch()
+        os.truncate(tmp_path / "s" / "packs" / name, 1 << 40)
+    async with opened(folder_url(tmp_path / "s")) as store:
+        assert await get(store, KEYS) == [MISS] + [HIT] * 19
+        stats = store.stats()
+        assert (stats["bad_snapshots"], stats["bad_tombstones"], stats["unreadable_packs"]) == (1, 1, 1)
+
+
+SCHEMA = LAYOUT.schema
+ENTRY = struct.Struct("<32s64sQQQ")
+
+
+def saved(packs: object, tombs: object = (), cursor: float = 1.0, raw: bytes = b"", more: int = 0) -> bytes:
+    """An index with a right checksum. ``raw``: what follows the table, which says that it is ``more`` bytes longer."""
+    table = msgspec.msgpack.encode((cursor, packs, dict(tombs)))  # type: ignore[call-overload]
+    body = (len(table) + more).to_bytes(8, "little") + table + raw
+    return b"acINDX\x00\x03" + SCHEMA + xxh3_128_digest(body) + body
+
+
+def one_pack(
+    name: str = "0" * 32, size: int = 184 + 10, offset: int = 0, length: int = 10, end: bytes = b"", count: int = 1,
+    more: int = 0,
+) -> bytes:
+    raw = ENTRY.pack(bytes(32), bytes(64), offset, length, 0) + end
+    return saved([(name, size, count)], raw=raw, more=more)
+
+
+def many_records(count: int) -> bytes:
+    """An index of one pack with so many records."""
+    raw = b"".join(ENTRY.pack(i.to_bytes(32, "little"), bytes(64), i, 1, 0) for i in range(count))
+    return saved([("0" * 32, len(raw) + 64 + count, count)], raw=raw)
+
+
+def test_an_index_that_can_be_true_is_believed() -> None:
+    found = parse_snapshot(memoryview(one_pack()), SCHEMA)
+    assert found is not None
+    assert (found.cursor, [name for name, _, _ in found.packs]) == (1.0, ["0" * 32])
+    assert parse_snapshot(memoryview(many_records(MAX_RECORDS)), SCHEMA) is not None
+    assert parse_snapshot(memoryview(saved([], {"0" * 32: 2}, raw=bytes(64))), SCHEMA) is not None
+
+
+@pytest.mark.parametrize("data", [
+    saved(1), saved([()]), saved([("0" * 32, 10)]), one_pack(end=b"x"), one_pack(end=bytes(120)),
+    one_pack(end=bytes(120), count=2), one_pack(count=0), one_pack(count=2), one_pack(count=-1),
+    one_pack(count=1 << 62), one_pack(more=1), one_pack(more=-1), one_pack(more=1 << 60),
+    one_pack(name="x" * 32), one_pack(name="0" * 32 + "\n"), one_pack(size=-1),
+    one_pack(name="../../../../../../../etc/passwd"), one_pack(offset=1 << 63),
+    one_pack(length=1 << 63), one_pack(size=(1 << 64) - 1),
+    one_pack(length=(1 << 63) - 1, size=(1 << 63) + 183), saved([], {"x" * 32: 0}),
+    saved([], {"0" * 32: 1}, raw=bytes(31)), saved([], {"0" * 32: 1}, raw=bytes(33)), saved([], {"0" * 32: 1}),
+    saved([], {"0" * 32: -1, "1" * 32: 1}), saved([], {"0" * 32: [bytes(32)]}),
+    saved([], cursor=float("nan")), saved([], cursor=float("inf")), saved([], cursor=-1e306), saved([], cursor=-1.0),
+    saved([], cursor=1e306), many_records(MAX_RECORDS + 1),
+])  # fmt: skip
+def test_an_index_that_verifies_and_cannot_be_true_is_not_believed(data: bytes) -> None:
+    """Its checksum is one that anybody can make."""
+    assert parse_snapshot(memoryview(data), SCHEMA) is None
+
+
+@pytest.mark.parametrize("cursor", [1e10, 1e300, -1e306])
+async def test_an_index_of_an_impossible_time_hides_nothing(tmp_path: Path, cursor: float) -> None:
+    await use(folder_url(tmp_path / "s"))
+    for path in objects(tmp_path / "s", "index"):
+        path.unlink()
+    name = NameClock().name()
+    data = pack_snapshot(PackIndexSnapshot(cursor, [], {}), SCHEMA)
+    (tmp_path / "s" / "index" / name).write_bytes(data)
+    async with opened(folder_url(tmp_path / "s")) as store:
+        assert await get(store, KEYS) == [MISS] + [HIT] * 19
+
+
+async def test_a_footer_that_claims_more_than_its_object_has_is_left_out(tmp_path: Path) -> None:
+    await use(folder_url(tmp_path / "s"))
+    entries = pack_entries([KEYS[0].key], [bytes(64)], [1 << 40], 0)
+    (tmp_path / "s" / "packs" / NameClock().name()).write_bytes(entries + trailer_of(entries, SCHEMA))
+    async with opened(folder_url(tmp_path / "s")) as store:
+        assert await get(store, KEYS) == [MISS] + [HIT] * 19
+        assert store.stats()["unreadable_packs"] == 1
+        assert all(isinstance(pack, Pack) and pack.size < 1 << 30 for pack in bare(store)._catalog.index.packs())

@@ -1,8 +1,9 @@
-"""A real Redis server that is killed, hung, emptied, full, refuses, or wants to know who asks."""
+"""What only a Redis server does: it is full, refuses, wants to know who asks, forgets, lists; and maps of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,10 +18,10 @@ from msgspec.structs import replace
 from redis.crc import key_slot
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import CheckedStore, HostPort, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of
+from asynccache.storage import HostPort, PageKey, Result, Stored, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of, same
 from tests.storage.page_kit import get, put
-from tests.stores.redis_kit import checked, opened
+from tests.stores.kinds import backend_at, opened, until_answered
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
 from tests.stores.test_redis_connection import PING, Script, answers, connected, peer, server_of, silent
@@ -40,61 +41,6 @@ def server() -> Iterator[RedisServer]:
         yield started
 
 
-async def _answers(store: CheckedStore) -> bool:
-    """Whether it is there again; what was stored is not asked for."""
-    return (await store.exists([page_key("anything")]))[0] is not FAILED
-
-
-async def test_killed_and_started_again(server: RedisServer) -> None:
-    """Pages are gone (nothing is saved), calls fail at once meanwhile, and hits come back by themselves."""
-    keys = keys_of(20)
-    async with checked(server.url) as store:
-        assert await put(store, keys) == [HIT] * 20
-        server.kill()
-        for _ in range(3):
-            async with asyncio.timeout(2):
-                assert await get(store, keys) == [FAILED] * 20
-                assert await put(store, keys) == [FAILED] * 20
-        server.start()
-        await until(lambda: _answers(store))
-        assert await get(store, keys) == [MISS] * 20
-        assert await put(store, keys) == [HIT] * 20
-        assert await get(store, keys) == [HIT] * 20
-
-
-async def test_killed_in_the_middle_of_calls(server: RedisServer) -> None:
-    """No call hangs, raises or serves a wrong byte."""
-    keys = [page_key(str(i)) for i in range(64)]
-    async with checked(server.url, layout=BIG) as store:
-        await put(store, keys)
-        calls = [asyncio.create_task(call(store, keys)) for call in (get, put, get) for _ in range(3)]
-        await asyncio.sleep(0.03)
-        server.kill()
-        async with asyncio.timeout(10):
-            for results in await asyncio.gather(*calls):
-                assert set(results) <= {HIT, FAILED}
-        assert FAILED in await get(store, keys)
-
-
-async def test_hung_in_the_middle_of_a_page_and_cancelled(server: RedisServer) -> None:
-    keys = [page_key(str(i)) for i in range(64)]
-    async with opened(server.url, BIG) as backend:
-        await put_big(backend, 64)
-        records = [blank(key, BIG) for key in keys]
-        task = asyncio.create_task(backend.get(keys, records))
-        await until(lambda: any(records[0].header))
-        server.hang()
-        task.cancel()
-        async with asyncio.timeout(1):
-            await asyncio.wait([task])
-        for record in records:
-            record.header[:], record.payload[:] = bytes(64), bytes(256 << 10)
-        server.resume()
-        again = [blank(key, BIG) for key in keys]
-        assert await backend.get(keys, again) == [HIT] * 64
-        assert not any(any(record.header) or any(record.payload[:64]) for record in records)
-
-
 async def put_big(backend: RedisBackend, count: int, first: int = 0) -> list[Result]:
     keys = [page_key(str(i)) for i in range(first, first + count)]
     return await backend.put(keys, [record_of(key, BIG) for key in keys])
@@ -102,7 +48,7 @@ async def put_big(backend: RedisBackend, count: int, first: int = 0) -> list[Res
 
 async def test_full_refuses_pages_and_serves_what_it_has() -> None:
     with RedisServer(maxmemory=8 << 20) as server:
-        async with opened(server.url, BIG) as backend:
+        async with backend_at(server.url, BIG) as backend:
             results = await put_big(backend, 64)
             assert set(results) == {HIT, FAILED}
             stored = results.count(HIT)
@@ -120,7 +66,7 @@ async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_roo
     now = 0.0
     monkeypatch.setattr("asynccache_backends.redis.backend._now", lambda: now)
     with RedisServer(maxmemory=4 << 20) as server:
-        async with opened(server.url, BIG) as backend:
+        async with backend_at(server.url, BIG) as backend:
             await put_big(backend, 64)
             assert set(await put_big(backend, 8, 100)) == {FAILED}
             before = _sets(server)
@@ -141,36 +87,22 @@ def _sets(server: RedisServer) -> str:
     return next(line for line in server.say("INFO", "commandstats").splitlines() if line.startswith("cmdstat_set:"))
 
 
-async def test_a_server_that_evicts_forgets_old_pages() -> None:
-    with RedisServer(maxmemory=8 << 20, options=("--maxmemory-policy", "allkeys-lru")) as server:
-        async with opened(server.url, BIG) as backend:
-            for first in range(0, 64, 8):
-                assert await put_big(backend, 8, first) == [HIT] * 8
-            keys = [page_key(str(i)) for i in range(64)]
-            results = await backend.get(keys, [blank(key, BIG) for key in keys])
-            assert set(results) == {HIT, MISS}
-
-
 @pytest.mark.parametrize(("password", "opens"), [("hunter2", True), ("wrong", False), ("", False)])
 async def test_a_password(password: str, opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCCACHE_REDIS_PASSWORD", raising=False)
     with RedisServer(password="hunter2") as server:
         url = f"redis://:{password}@{HOST}:{server.port}"
         if opens:
-            async with opened(url) as backend:
+            async with backend_at(url) as backend:
                 await put_all(backend, keys_of(3))
                 assert "hunter2" not in f"{backend!r} {backend.stats()}"
+            monkeypatch.setenv("ASYNCCACHE_REDIS_PASSWORD", password)
+            async with backend_at(server.url) as backend:
+                assert await backend.exists(keys_of(3)) == [HIT] * 3
         else:
             with pytest.raises(Unavailable, match=r"WRONGPASS|NOAUTH") as caught:
                 await RedisBackend.open(parse_url(url), LAYOUT)
             assert "wrong" not in str(caught.value)
-
-
-async def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RedisServer(password="hunter2") as server:
-        monkeypatch.setenv("ASYNCCACHE_REDIS_PASSWORD", "hunter2")
-        async with opened(server.url) as backend:
-            await put_all(backend, keys_of(3))
 
 
 async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> None:
@@ -179,7 +111,7 @@ async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> Non
         "ACL", "SETUSER", "kv", "on", ">hunter2", "~asynccache:*",
         "+get", "+set", "+exists", "+unlink", "+scan", "+strlen", "+pttl", "+ping", "+cluster|slots",
     )  # fmt: skip
-    async with checked(f"redis://kv:hunter2@{HOST}:{server.port}") as store:
+    async with opened(f"redis://kv:hunter2@{HOST}:{server.port}") as store:
         keys = keys_of(10)
         assert await put(store, keys) == [HIT] * 10
         assert await get(store, keys) == [HIT] * 10
@@ -190,17 +122,17 @@ async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> Non
         await store.clear()
         assert await store.exists(keys) == [MISS] * 10
     with pytest.raises(Unavailable, match="NOPERM"):
-        async with opened(f"redis://kv:hunter2@{HOST}:{server.port}?prefix=other:") as backend:
+        async with backend_at(f"redis://kv:hunter2@{HOST}:{server.port}?prefix=other:") as backend:
             await backend.exists(keys)
 
 
 async def test_tls() -> None:
     with RedisServer(tls=True) as server:
-        async with checked(server.url) as store:
+        async with opened(server.url) as store:
             keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(90)]
             assert await put(store, keys) == [HIT] * 90
             assert await get(store, keys) == [HIT] * 90
-        async with checked(f"{server.url}&prefix=big:", layout=BIG) as store:
+        async with opened(f"{server.url}&prefix=big:", layout=BIG) as store:
             keys = keys_of(32)
             assert await asyncio.gather(*(put(store, keys[i : i + 8]) for i in range(0, 32, 8))) == [[HIT] * 8] * 4
             assert await asyncio.gather(*(get(store, keys[i : i + 8]) for i in range(0, 32, 8))) == [[HIT] * 8] * 4
@@ -225,7 +157,7 @@ async def test_tls_without_trust_and_nonsense() -> None:
 async def test_a_server_that_became_a_replica(server: RedisServer) -> None:
     """It takes no page any more; the next call finds out who is there now, by a new connection."""
     keys = keys_of(5)
-    async with opened(server.url) as backend:
+    async with backend_at(server.url) as backend:
         await put_all(backend, keys)
         server.say("REPLICAOF", HOST, "1")
         assert (await get_all(backend, keys))[0] == [HIT] * 5
@@ -241,7 +173,7 @@ async def test_a_server_that_became_a_replica(server: RedisServer) -> None:
 async def test_something_else_under_a_page_s_name(server: RedisServer) -> None:
     """It is CORRUPT; a checked store forgets it, and the page can be stored."""
     key = page_key("x")
-    async with checked(server.url) as store:
+    async with opened(server.url) as store:
         backend = store.backend
         assert isinstance(backend, RedisBackend)
         await plant(server, b"asynccache:" + key.key)
@@ -260,15 +192,8 @@ async def plant(server: RedisServer, name: bytes) -> None:
     await writer.wait_closed()
 
 
-async def test_nobody_there_when_it_is_opened() -> None:
-    with RedisServer() as server:
-        url = server.url
-    with pytest.raises(Unavailable):
-        await RedisBackend.open(parse_url(url), LAYOUT)
-
-
 async def test_a_database_of_its_own(server: RedisServer) -> None:
-    async with opened(f"{server.url}/3") as third, opened(server.url) as first:
+    async with backend_at(f"{server.url}/3") as third, backend_at(server.url) as first:
         await put_all(third, keys_of(4))
         assert await first.exists(keys_of(4)) == [MISS] * 4
         await first.clear()
@@ -278,7 +203,7 @@ async def test_a_database_of_its_own(server: RedisServer) -> None:
 
 
 async def test_connections_that_the_server_closes_are_made_anew(server: RedisServer) -> None:
-    async with opened(server.url) as backend:
+    async with backend_at(server.url) as backend:
         await put_all(backend, keys_of(4))
         for _ in range(3):
             server.say("CLIENT", "KILL", "TYPE", "normal")
@@ -473,7 +398,7 @@ async def test_a_router_that_is_closed_reads_no_map() -> None:
 
 async def test_pages_of_which_nothing_is_known_are_not_listed(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(3)]
-    async with opened(server.url) as backend:
+    async with backend_at(server.url) as backend:
         await backend.put(keys, [record_of(key) for key in keys])
         server.say("ACL", "SETUSER", "default", "-strlen")
         with pytest.raises(Unavailable, match="NOPERM"):
@@ -483,7 +408,7 @@ async def test_pages_of_which_nothing_is_known_are_not_listed(server: RedisServe
 
 async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer) -> None:
     key = page_key("x")
-    async with opened(server.url) as backend:
+    async with backend_at(server.url) as backend:
         await backend.put([key], [record_of(key)])
         server.say("ACL", "SETUSER", "default", "-unlink")
         with pytest.raises(Unavailable, match="NOPERM"):
@@ -496,3 +421,99 @@ async def test_a_name_that_no_machine_can_have() -> None:
     for address in (HostPort("a..b", 1), HostPort("a\0b", 1)):  # as a cluster's map may name them
         with pytest.raises(BackendError):
             await server_of(RedisSettings(seeds=(address,))).ask(PING)
+
+
+# What it keeps for whom, what it lists, and what it forgets by itself.
+
+
+async def _listed(backend: RedisBackend) -> list[Stored]:
+    return [stored async for part in backend.listing() for stored in part]
+
+
+async def test_a_page_that_is_there_is_not_sent_again(server: RedisServer) -> None:
+    keys = keys_of(20)
+    async with backend_at(server.url) as backend:
+        records = await put_all(backend, keys)
+        before = _received(server)
+        assert await backend.put(keys, records) == [HIT] * 20
+        assert _received(server) - before < 16384
+
+
+def _received(server: RedisServer) -> int:
+    return int(server.say("INFO", "stats").partition("total_net_input_bytes:")[2].partition("\r")[0])
+
+
+@pytest.mark.parametrize("other", ["asynccache:b", "asynccach", "team*", "t[a-z]m:", "team?"])
+async def test_prefixes_keep_caches_apart(server: RedisServer, other: str) -> None:
+    """Also those that begin alike, and those that mean something to SCAN."""
+    keys = keys_of(8)
+    async with backend_at(server.url) as one, backend_at(f"{server.url}?prefix={other}") as two:
+        server.say("SET", "teamx" + "k" * 32, "not ours")
+        await put_all(one, keys)
+        assert await two.exists(keys) == [MISS] * 8
+        await put_all(two, keys[:3])
+        assert {stored.key for stored in await _listed(two)} == {key.key for key in keys[:3]}
+        await two.clear()
+        assert await _listed(two) == []
+        assert await one.exists(keys) == [HIT] * 8
+        assert server.say("EXISTS", "teamx" + "k" * 32) == ":1\r\n"
+
+
+async def test_keys_of_any_bytes(server: RedisServer) -> None:
+    """Line ends, braces, zeros, commands: a key is framed by its length and nothing else."""
+    raws = [b"\r\nFLUSHALL\r\n", b"{}", b"{a}", b"\0", b"*1\r\n$8\r\nFLUSHALL\r\n", b"\xff", b"*", b"?[a]\\"]
+    keys = [PageKey("../full\r\n", (text * 32)[:32]) for text in raws]
+    async with backend_at(server.url) as backend:
+        records = [record_of(page_key(str(i))) for i in range(len(keys))]
+        assert await backend.put(keys, records) == [HIT] * len(keys)
+        fetched = [record_of(page_key("x")) for _ in keys]
+        assert await backend.get(keys, fetched) == [HIT] * len(keys)
+        assert same(records, fetched)
+        assert {stored.key for stored in await _listed(backend)} == {key.key for key in keys}
+        assert await backend.delete(keys) == [HIT] * len(keys)
+
+
+async def test_what_left_while_it_was_looked_at_is_not_listed(server: RedisServer) -> None:
+    (key,) = keys_of(1)
+    async with backend_at(server.url) as backend:
+        await put_all(backend, [key])
+        names = [b"asynccache:" + key.key, b"asynccache:" + bytes(32)]
+        assert [stored.key for stored in await backend._entries(names)] == [key.key]
+
+
+async def test_with_a_ttl_it_is_known_when_a_page_was_written(server: RedisServer) -> None:
+    url = f"{server.url}?ttl=1h"
+    async with backend_at(server.url) as forever, backend_at(url) as backend:
+        await put_all(forever, keys_of(2))
+        await put_all(backend, [page_key("timed")])
+        written = sorted(stored.written for stored in await _listed(backend))
+        assert written[:2] == [0.0, 0.0]
+        assert abs(written[2] - time.time()) < 5
+        assert {stored.written for stored in await _listed(forever)} == {0.0}
+
+
+async def test_pages_leave_after_their_ttl(server: RedisServer) -> None:
+    keys = keys_of(5)
+    async with backend_at(f"{server.url}?ttl=0.3s") as backend, backend_at(server.url) as forever:
+        await put_all(backend, keys)
+        await put_all(forever, [page_key("stays")])
+        assert await backend.exists(keys) == [HIT] * 5
+        await until_answered(backend, keys, MISS)
+        assert await backend.exists([page_key("stays")]) == [HIT]
+
+
+
+async def test_what_this_process_did_is_counted(server: RedisServer) -> None:
+    keys = keys_of(6)
+    async with backend_at(server.url) as backend:
+        await put_all(backend, keys)
+        await get_all(backend, [*keys, page_key("never")])
+        stats = backend.stats()
+        assert (stats["pages"], stats["bytes"], stats["get_bytes"]) == (6, 6 * (64 + 16384), 6 * (64 + 16384))
+        assert (stats["errors"], stats["refused_pages"], stats["nodes"]) == (0, 0, 1)
+        assert stats["connects"] == stats["connections"] == 2
+    assert backend.stats()["connections"] == 0
+    with pytest.raises(BackendError):
+        await backend.clear()
+    with pytest.raises(BackendError):
+        await _listed(backend)
