@@ -1,40 +1,44 @@
-"""``asynccache plan``: its hit ratios are those of the curve, its seconds those of the model."""
+"""What a trace could hit: the curve, the optimum, the plan, and a program of others that says the same."""
 
 from __future__ import annotations
 
 import json
-import os
-from itertools import pairwise
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from asynccache.cli.hit_curves import BlockPath, curve, next_uses, optimum
 from asynccache.cli.hit_curves import policy_hits as found
 from asynccache.cli.main import main
 from asynccache.cli.plan import text
-from asynccache.cli.traces import paths_of, read_trace
-from asynccache.core.eviction import EvictionPolicy, Order
-from asynccache.core.policies import POLICIES
-from asynccache.core.tree import Node
+from asynccache.cli.traces import Trace, TraceRequest, arrivals, paths_of, read_trace
+from tests.cli.trace_kit import REAL, needs_trace, write_trace
 
-REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
+# ``asynccache plan``: its hit ratios are those of the curve, its seconds those of the model.
+
+
 BLOCK = 512
 GIB_OF_BLOCKS = "8"  # at 2 GiB a block: four blocks
 
 
-def write_trace(path: Path) -> Path:
+def eight_blocks(path: Path) -> Path:
     """a b c d twice, then e f g h, then a b c d, which needs eight blocks: 16 blocks, 8 hits at most."""
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     rows = [{"timestamp": 1000 * i, "input_length": 4 * BLOCK, "output_length": 1, "hash_ids": ids}
             for i, ids in enumerate([first, first, second, first])]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_trace(path, rows)
 
 
 def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     out = tmp_path / "plan.json"
-    trace = write_trace(tmp_path / "trace.jsonl")
+    trace = eight_blocks(tmp_path / "trace.jsonl")
     assert main(["plan", str(trace), "--bytes-per-token", str(4 << 20), "--device-tokens", "0", "--json", str(out),
                  "--prefill-tokens-per-s", "100", "--host-gb-per-s", "4.194304", "--storage-gb-per-s", "2.097152",
                  *arguments]) == 0
@@ -47,7 +51,7 @@ def test_a_replay_in_ample_room_reaches_the_highest_ratio_of_the_plan(tmp_path: 
     out, trace = tmp_path / "run.json", tmp_path / "trace.jsonl"
     rows = [{"timestamp": 0, "input_length": 2 * BLOCK + 300, "output_length": 1, "hash_ids": [1, 2, 3 + i]}
             for i in range(4)]
-    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_trace(trace, rows)
     assert main(["replay", str(trace), "--concurrency", "1", "--host-tokens", "none", "--quiet", "--json",
                  str(out)]) == 0
     report = json.loads(out.read_text())
@@ -86,24 +90,9 @@ def test_a_host_adds_to_the_device_and_storage_has_what_both_have(tmp_path: Path
 def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
     """Four blocks fit: a b c d hit once, and are gone when they come back. Eight fit: they hit again. A node goes
     whole."""
-    requests = list(paths_of(read_trace(str(write_trace(tmp_path / "t.jsonl")))))
+    requests = list(paths_of(read_trace(str(eight_blocks(tmp_path / "t.jsonl")))))
     times = [float(i) for i in range(len(requests))]
     assert [found(requests, size, "lru", times) for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
-
-
-class Newest(EvictionPolicy):
-    """Keeps what came first."""
-
-    def choose(self, order: Order, now: int) -> Node | None:
-        return order.rest[0].newest() if order.rest[0].slices else None
-
-
-def test_a_policy_of_ones_own_is_played_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six blocks: a b c d hits once, and goes whole for e f g h. LRU over pages would keep a and b."""
-    monkeypatch.setitem(POLICIES, "newest", lambda config: Newest())
-    found = planned(tmp_path, "--host-gib", "12", "--storage-gib", "", "--eviction", "newest")
-    host = found["rows"][-1]
-    assert (host["lru"], host["hit_ratio"]) == (6 / 16, 4 / 16)
 
 
 def test_the_policy_stands_beside_lru_and_the_best(tmp_path: Path) -> None:
@@ -123,19 +112,137 @@ def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: p
     assert "from L2 takes longer" not in shown
 
 
-def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(write_trace(tmp_path / "t.jsonl")), "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["command"] == "plan"
+# The curve of one pass equals LRU caches of every size, served one by one.
 
 
-@pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
-def test_the_recorded_trace(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    assert main(["plan", str(REAL), "--bytes-per-token", "131072", "--device-tokens", str(1000 * BLOCK),
-                 "--host-gib", "125,562.5", "--storage-gib", "1875", "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    blocks_of = 276_491 * BLOCK / 144_793_823
-    assert [row["tokens"] // BLOCK for row in rows] == [1_000, 3_000, 10_000, 30_000]
-    lru, best = ([row[name] / blocks_of for row in rows] for name in ("lru", "optimum"))
-    assert lru == pytest.approx([0.047, 0.070, 0.224, 0.345], abs=0.0008)
-    assert best == pytest.approx([0.199, 0.307, 0.382, 0.382], abs=0.0008)
+PUBLISHED = {1_000: 0.047, 10_000: 0.224, 30_000: 0.345, 100_000: 0.380}
+
+
+def lru(paths: Sequence[BlockPath], capacity: int) -> int:
+    """Lookups that hit, by doing it."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for path in paths:
+        for key in path:
+            if key not in cache:
+                break
+            hits += 1
+        for key in reversed(path):
+            cache[key] = None
+            cache.move_to_end(key)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=25))
+def test_one_pass_equals_an_lru_of_every_size(drawn: list[list[int]]) -> None:
+    requests, _ = tree_with_parents(drawn)
+    found = curve(requests)
+    assert found.lookups == sum(map(len, requests))
+    for capacity in range(found.blocks + 2):
+        assert found.found(capacity) == lru(requests, capacity), capacity
+
+
+def test_long_time_lines() -> None:
+    rng = random.Random(3)
+    shapes = [[rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(300)]
+    requests, _ = tree_with_parents(shapes)
+    found = curve(requests)
+    for capacity in (0, 1, 2, 5, 17, 40, 100, 1000):
+        assert found.found(capacity) == lru(requests, capacity), capacity
+
+
+def test_a_block_counts_under_its_prefix_only_and_when_it_is_full() -> None:
+    trace = Trace([TraceRequest(0, 1024, 1, (1, 2)), TraceRequest(0, 1024, 1, (3, 2)),
+                   TraceRequest(0, 1023, 1, (1, 2))])
+    assert [len(path) for path in paths_of(trace)] == [2, 2, 1]
+    found = curve(list(paths_of(trace)))
+    assert (found.lookups, found.blocks) == (5, 4)
+    assert [found.found(c) for c in range(5)] == [0, 0, 0, 1, 1]  # 1 was pushed below 3 and the second 2
+
+
+@needs_trace
+def test_the_recorded_trace_gives_the_published_figures() -> None:
+    found = curve(list(paths_of(read_trace(REAL))))
+    assert (found.lookups, int(found.hits[-1])) == (276_491, 105_592)
+    for capacity, ratio in PUBLISHED.items():
+        assert found.found(capacity) / found.lookups == pytest.approx(ratio, abs=0.0006)
+
+
+# The offline optimum equals the best of all sequences of evictions, and bounds every policy.
+
+
+OPTIMA = {1_000: 0.199, 3_000: 0.307, 10_000: 0.382, 30_000: 0.382}
+
+
+def tree_with_parents(shapes: Sequence[Sequence[int]]) -> tuple[list[BlockPath], dict[int, int]]:
+    """Requests for these texts, and the parent of each block (-1: none)."""
+    known: dict[tuple[int, ...], int] = {}
+    paths: list[BlockPath] = [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
+    parents = {block: known.get(text[:-1], -1) for text, block in known.items()}
+    return paths, parents
+
+
+def prefixes(blocks: frozenset[int], parents: dict[int, int], capacity: int) -> Iterator[frozenset[int]]:
+    """Every set of at most ``capacity`` of ``blocks`` that has the parent of each of its blocks."""
+    for size in range(min(capacity, len(blocks)) + 1):
+        for kept in combinations(sorted(blocks), size):
+            if all(parents[block] in kept or parents[block] < 0 for block in kept):
+                yield frozenset(kept)
+
+
+def best(paths: Sequence[BlockPath], parents: dict[int, int], capacity: int) -> int:
+    """Lookups that hit, by trying every way to evict: after each request any prefixes of what was there and of what
+    it used may stay."""
+    reached: dict[frozenset[int], int] = {frozenset(): 0}
+    for path in paths:
+        after: dict[frozenset[int], int] = {}
+        for held, hits in reached.items():
+            hits += sum(block in held for block in path)
+            for kept in prefixes(held | set(path), parents, capacity):
+                after[kept] = max(after.get(kept, 0), hits)
+        reached = after
+    return max(reached.values())
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=7))
+def test_it_equals_the_best_of_all_sequences_of_evictions(drawn: list[list[int]]) -> None:
+    requests, parents = tree_with_parents(drawn)
+    uses = next_uses(requests)
+    for capacity in range(5):
+        assert optimum(requests, uses, capacity) == best(requests, parents, capacity), capacity
+
+
+def test_it_bounds_the_core_and_lru_and_all_find_everything_where_all_fits() -> None:
+    rng = random.Random(5)
+    shapes = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(400)]
+    requests, parents = tree_with_parents(shapes)
+    uses, lru, times = next_uses(requests), curve(requests), [0.5 * i for i in range(len(requests))]
+    before = 0
+    for capacity in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        most = optimum(requests, uses, capacity)
+        assert max(before, lru.found(capacity), found(requests, capacity, "lru", times)) <= most
+        before = most
+    assert optimum(requests, uses, len(parents)) == int(lru.hits[-1]) == found(requests, len(parents), "lru", times)
+
+
+@needs_trace
+def test_the_recorded_trace_gives_the_published_optimum() -> None:
+    requests = list(paths_of(read_trace(REAL)))
+    uses = next_uses(requests)
+    for capacity, ratio in OPTIMA.items():
+        assert optimum(requests, uses, capacity) / 276_491 == pytest.approx(ratio, abs=0.0005)
+
+
+@pytest.mark.soak
+@needs_trace
+def test_p2c_closes_the_gap_from_lru_to_the_optimum_on_the_recorded_trace() -> None:
+    trace = read_trace(REAL)
+    requests = list(paths_of(trace))
+    uses, lru, times = next_uses(requests), curve(requests), arrivals(trace, 1.0)
+    for capacity, share in {1_000: 0.22, 3_000: 0.26, 10_000: 0.09, 30_000: 0.03}.items():
+        least, most = lru.found(capacity), optimum(requests, uses, capacity)
+        assert found(requests, capacity, "p2c", times) >= least + share * (most - least), capacity

@@ -1,4 +1,5 @@
-"""Whole runs of ``stress`` and ``replay``: the real cache, small workloads, every page verified."""
+"""Whole runs of ``stress`` and ``replay``: the real cache, small workloads, every page verified, and what fails a run
+or the process that does it."""
 
 from __future__ import annotations
 
@@ -6,78 +7,73 @@ import asyncio
 import gc
 import json
 import os
+import random
+import re
+import shlex
 import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import uvloop
+from asynccache_backends.memory import MemoryBackend
 
+from asynccache import AsyncCache
 from asynccache.cli import session
-from asynccache.cli.engine import StandInEngine
 from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
 from asynccache.cli.service import Server
+from asynccache.cli.traces import BLOCK_TOKENS
 from asynccache.cli.workloads import RunRequest
+from asynccache.core import audit
+from asynccache.errors import BackendError, InvariantViolation, RankFailure
+from asynccache.runtime.lease import Lease
+from asynccache.worker.group import WorkerGroup
 from asynccache.worker.stages import BackupHostStage
-from tests.cli.trace_kit import ALL, BY_BLOCK, made_trace
+from tests import warm
+from tests.cli.rank_runs import TP2, options
+from tests.cli.trace_kit import BY_BLOCK, REAL, SMALL, Ran, made_trace, needs_trace
 
 pytestmark = pytest.mark.slow(0.7)
 
-REAL = os.environ.get("ASYNCCACHE_TRACE", "")
-SMALL = [*ALL, "--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window",
-         "256", "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
-
-
-def run(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
-    """One run in this process; its report."""
-    json_file = Path(str(arguments[-1])) if arguments[-2] == "--json" else None
-    assert main([str(a) for a in arguments]) == status
-    assert json_file is not None
-    report: dict[str, Any] = json.loads(json_file.read_text())
-    return report
+STRESS = f"stress {SMALL}"
+BLOCKS, ONE = " ".join(BY_BLOCK), "--concurrency 1"
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> tuple[str, Path]:
-    return "--json", tmp_path / "report.json"
+def trace(tmp_path: Path) -> Path:
+    return made_trace(tmp_path / "trace.jsonl")
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_stress_is_clean_with_all_components_and_tiers(loop: str, tmp_path: Path, out: tuple[str, Path]) -> None:
-    report = run("stress", *SMALL, "--requests", "120", "--loop", loop, "--storage", f"file:{tmp_path}/kv", *out)
-    assert report["requests"] == report["served"] == 120
-    assert report["verify"]["mismatches"] == 0
-    assert report["verify"]["pages"] > 1000
-    assert set(report["leaks"].values()) == {0}
+@pytest.mark.parametrize("more", [
+    *(f"--requests 120 --storage file:FOLDER/kv --loop {loop}" for loop in LOOPS),
+    *(f"--requests 150 --faults 0.2 --cancel-rate 0.4 --seed 7 --write-policy {policy}"
+      for policy in ("write_through", "write_through_selective", "write_back")),
+    *(f"--requests 80 --storage none --prefetch-policy best_effort --components {components} --workload {workload}"
+      for components in ("full", "full,swa", "full,mamba") for workload in ("chat", "agent")),
+])  # fmt: skip
+def test_stress_is_clean(more: str, ran: Ran) -> None:
+    report = ran(f"{STRESS} {more}")
     hit, total = report["tokens"]["hit"], report["tokens"]["total"]
-    assert hit["device"] > 0
-    assert hit["host"] > 0
+    assert report["served"] + report["cancelled"] == report["requests"]
+    assert (report["cancelled"] > 15) == ("cancel" in more)
+    assert min(hit["device"], hit["host"]) > 0
     assert report["hit_ratio"] == pytest.approx(sum(hit.values()) / total)
-    assert report["stages"]["backup_storage"]["bytes"] > 0
+    assert report["verify"]["pages"] > (1000 if "loop" in more else 0)
+    if "loop" in more:
+        assert report["stages"]["backup_storage"]["bytes"] > 0
+    if "none" in more:
+        assert (report["hit_ratio"] > 0.1, hit["storage"]) == (True, 0)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-def test_stress_is_clean_with_faults_and_cancellations(policy: str, out: tuple[str, Path]) -> None:
-    report = run("stress", *SMALL, "--requests", "150", "--faults", "0.2", "--cancel-rate", "0.4", "--seed", "7",
-                 "--write-policy", policy, *out)
-    assert report["cancelled"] > 15
-    assert report["served"] + report["cancelled"] == report["requests"] == 150
-    assert report["failed"] == report["verify"]["mismatches"] == 0
-    assert set(report["leaks"].values()) == {0}
-
-
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba"])
-@pytest.mark.parametrize("workload", ["chat", "agent"])
-def test_stress_is_clean_without_storage(components: str, workload: str, out: tuple[str, Path]) -> None:
-    report = run("stress", *SMALL, "--requests", "80", "--components", components, "--workload", workload,
-                 "--storage", "none", "--prefetch-policy", "best_effort", *out)
-    assert report["hit_ratio"] > 0.1
-    assert report["tokens"]["hit"]["storage"] == 0
-
-
-def test_no_collection_of_what_was_loaded_before_falls_into_the_run(
-    monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path]
-) -> None:
+def test_no_collection_of_what_was_loaded_before_falls_into_the_run(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     """It would hold up the loop for 130 ms, once."""
     seen: list[int] = []
     serve = Server.serve
@@ -89,163 +85,356 @@ def test_no_collection_of_what_was_loaded_before_falls_into_the_run(
     monkeypatch.setattr(Server, "serve", counted)
     gc.unfreeze()
     before = len(gc.get_objects(generation=2))
-    run("stress", *SMALL, "--requests", "2", *out)
+    ran(f"{STRESS} --requests 2")
     assert seen[0] < before / 10
 
 
-def test_the_report_has_every_key(out: tuple[str, Path]) -> None:
-    report = run("stress", *SMALL, "--requests", "10", *out)
-    for path in ("requests", "tokens.total", "tokens.hit.device", "tokens.hit.host", "tokens.hit.storage", "hit_ratio",
-                 "verify.pages", "verify.mismatches", "leaks.device_pages", "leaks.host_pages", "leaks.pins",
-                 "leaks.tasks", "cancelled", "failed", "loop_lag_ms.p50", "loop_lag_ms.p99", "loop_lag_ms.p999",
-                 "loop_lag_ms.max", "run_queue_ms.p999", "lost_pages", "elapsed_s", "cpu_s", "rss_bytes",
-                 "settings.page_size"):
-        value: Any = report
-        for name in path.split("."):
-            value = value[name]
-        assert isinstance(value, (int, float)), path
-    for name in ("backup_host", "load_back", "backup_storage", "prefetch"):
-        assert {"ops", "pages", "bytes", "errors", "latency_ms"} <= report["stages"][name].keys()
-    assert "blocks" not in report
-
-
-def test_with_room_for_everything_a_replay_hits_what_the_trace_implies(tmp_path: Path, out: tuple[str, Path]) -> None:
-    trace = made_trace(tmp_path / "trace.jsonl")
-    report = run("replay", trace, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1", "--quiet",
-                 *out)
+@pytest.mark.parametrize("room", [
+    "--device-tokens all --host-tokens none", f"--device-tokens {60 * 512} --host-tokens {80 * 512} --storage memory:",
+])  # fmt: skip
+def test_a_replay_hits_what_the_trace_implies_also_if_only_the_tiers_together_hold_it(
+    room: str, trace: Path, ran: Ran
+) -> None:
+    report = ran(f"replay {trace} {ONE} {room}")
     blocks = report["blocks"]
     assert blocks["hit"] == blocks["shared"] > 100
     assert blocks["total"] == sum(len(json.loads(line)["hash_ids"]) - 1 for line in trace.read_text().splitlines())
-    assert report["evicted"] == {"device": 0, "host": 0}
+    tiers = set(report["evicted"].values()) | {min(report["tokens"]["hit"].values())}
+    assert 0 not in tiers if "memory" in room else tiers == {0}
 
 
-def test_with_little_room_the_tiers_together_still_hold_it(tmp_path: Path, out: tuple[str, Path]) -> None:
-    trace = made_trace(tmp_path / "trace.jsonl")
-    report = run("replay", trace, "--device-tokens", str(60 * 512), "--host-tokens", str(80 * 512), "--storage",
-                 "memory:", "--concurrency", "1", "--quiet", *out)
-    assert report["blocks"]["hit"] == report["blocks"]["shared"]
-    assert min(report["tokens"]["hit"].values()) > 0
-    assert report["evicted"]["device"] > 0
-    assert report["evicted"]["host"] > 0
-
-
-def test_all_components_replay_by_the_clock_with_hints(tmp_path: Path, out: tuple[str, Path]) -> None:
-    trace = made_trace(tmp_path / "trace.jsonl")
-    report = run("replay", trace, "--components", "full,swa,mamba", "--page-size", "64", "--device-tokens", "all",
-                 "--host-tokens", "all", "--mamba-bytes", "1024", "--speed", "100", "--end-hints", "0.5",
-                 "--insert-outputs", "--storage", "memory:", "--limit", "60", "--quiet", *out)
+def test_all_components_replay_by_the_clock_with_hints(trace: Path, ran: Ran) -> None:
+    report = ran(f"replay {trace} --components full,swa,mamba --page-size 64 --device-tokens all --host-tokens all "
+                 "--mamba-bytes 1024 --speed 100 --end-hints 0.5 --insert-outputs --storage memory: --limit 60")
     assert report["served"] == 60
     assert report["tokens"]["hit"]["device"] > 0
 
 
-def test_the_second_run_starts_with_the_pages_of_the_first(tmp_path: Path, out: tuple[str, Path]) -> None:
-    trace = made_trace(tmp_path / "trace.jsonl")
-    arguments = ["replay", str(trace), "--device-tokens", str(64 * 512), "--host-tokens", str(64 * 512), "--storage",
-                 f"file:{tmp_path}/kv", "--concurrency", "1", "--quiet", *map(str, out)]
-    first, second = run(*arguments), run(*arguments)
+def test_the_second_run_starts_with_the_pages_of_the_first(trace: Path, ran: Ran) -> None:
+    words = f"replay {trace} --device-tokens {64 * 512} --host-tokens {64 * 512} --storage file:FOLDER/kv {ONE}"
+    first, second = ran(words), ran(words)
     assert first["blocks"]["hit"] == first["blocks"]["shared"] < first["blocks"]["total"]
     assert second["blocks"]["hit"] == second["blocks"]["total"]
     assert second["tokens"]["hit"]["storage"] > first["tokens"]["hit"]["storage"]
-    assert second["verify"]["mismatches"] == 0
 
 
-def test_wrong_bytes_are_seen_and_fail_the_run(monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path],
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    write, written = StandInEngine.write, []
-
-    def forgetful(self: StandInEngine, pieces: Any) -> None:
-        written.append(1)
-        if len(written) != 5:
-            write(self, pieces)
-
-    monkeypatch.setattr(StandInEngine, "write", forgetful)
-    report = run("stress", *SMALL, "--requests", "40", "--seed", "1", *out, status=1)
-    assert report["verify"]["mismatches"] > 0
-    assert not report["ok"]
-    assert "pages are wrong" in capsys.readouterr().err
+# what is wrong fails the run
 
 
-def test_a_request_that_cannot_fit_fails_the_run(out: tuple[str, Path]) -> None:
-    report = run("stress", *SMALL, "--device-tokens", "1024", "--host-tokens", "2048", "--components", "full",
-                 "--requests", "30", *out, status=1)
-    assert report["failed"] > 0
-    assert "gave up" in report["problems"][0]
-    assert set(report["leaks"].values()) == {0}
+def never_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, calls = Lease.release, []
+
+    def forgetful(self: Lease, after: Any = None, ended: bool = False) -> None:
+        calls.append(self)
+        if self is not calls[0]:
+            release(self, after, ended)
+
+    monkeypatch.setattr(Lease, "release", forgetful)
 
 
-def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", *SMALL[:-1], "--requests", "5", "--json", "-"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["served"] == 5
-    assert shown.err.startswith("stress OK: 5 requests")
+def lost_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = AsyncCache.flush
+
+    async def losing(self: AsyncCache, timeout: float | None = None) -> Any:
+        unsaved = await flush(self, timeout)
+        shelves = self.core.world.shelves
+        shelves[0].slots.take(2)
+        shelves[len(shelves) // 2].slots.take(3)
+        return unsaved
+
+    monkeypatch.setattr(AsyncCache, "flush", losing)
 
 
-def test_a_cache_that_closes_itself_ends_the_run_with_its_report(monkeypatch: pytest.MonkeyPatch,
-                                                                 out: tuple[str, Path]) -> None:
+def a_task_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    aclose, tasks = AsyncCache.aclose, []
+
+    async def littering(self: AsyncCache) -> Any:
+        tasks.append(asyncio.create_task(asyncio.Event().wait()))
+        return await aclose(self)
+
+    monkeypatch.setattr(AsyncCache, "aclose", littering)
+
+
+def a_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(core: object, idle: bool = False) -> None:
+        raise InvariantViolation("node 7 is its own parent")
+
+    monkeypatch.setattr(audit, "check", broken)
+
+
+def a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = Lease.loaded
+    hits: list[int] = []
+
+    async def flipping(self: Lease) -> None:
+        await loaded(self)
+        if self.cached and not hits:
+            hits.append(self.cached)
+            self._head.worker.pools["full"].layer(2)[int(self.pages[0]), 5] ^= 16
+
+    monkeypatch.setattr(Lease, "loaded", flipping)
+
+
+def a_store_that_cannot_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(self: MemoryBackend) -> None:
+        raise BackendError("the disk is gone")
+
+    monkeypatch.setattr(MemoryBackend, "aclose", fails)
+
+
+def a_cache_that_closes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async def dies(stage: BackupHostStage) -> None:
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(BackupHostStage, "run", dies)
-    report = run("stress", *SMALL, "--requests", "20", *out, status=1)
-    assert not report["ok"]
-    assert any("closed itself" in problem and "no such luck" in problem for problem in report["problems"])
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("hang", [False, True])
-def test_an_interrupt_ends_the_run_with_its_report(hang: bool, loop: str, monkeypatch: pytest.MonkeyPatch,
-                                                   out: tuple[str, Path]) -> None:
-    """Also if requests do not end by themselves: they are cancelled when their time is up."""
-    serve, begun = Server.serve, []
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
 
-    async def pressing(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
-        begun.append(request.number)
-        if len(begun) == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-        if hang and len(begun) > 15:
-            await asyncio.Event().wait()  # hangs until it is cancelled
-        await serve(self, request, places)
 
-    monkeypatch.setattr(Server, "serve", pressing)
-    monkeypatch.setattr(session, "GRACE", 0.05 if hang else 60.0)
-    report = run("stress", *SMALL, "--duration", "60", "--loop", loop, *out, status=130)
-    assert report["interrupted"]
-    assert report["ok"]
-    assert 20 <= report["requests"] < 60
-    assert (report["cancelled"] > 0) == hang
-    assert set(report["leaks"].values()) == {0}
-    assert report["elapsed_s"] < 30
+FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, int]]] = [
+    (nothing, "", "", {}),
+    (nothing, "--components full --device-tokens 1024 --host-tokens 2048", "gave up", {}),
+    (never_released, "", "left behind", {}),
+    (lost_slots, "", "left behind", {"device_pages": 2, "host_pages": 3}),
+    (a_task_that_is_left, "", "left behind", {"tasks": 1}),
+    (a_broken_law, "", "a law of the core is broken: node 7 is its own parent", {}),
+    (a_flipped_bit, "--requests 80 --concurrency 2",    # few at a time: somebody hits
+     r"pages are wrong.*full page 0 in slot \d+ differs from layer 2 on", {}),
+    (a_store_that_cannot_close, "--storage memory:", "could not close cleanly: .*the disk is gone", {}),
+    (a_cache_that_closes_itself, "", "closed itself.*no such luck", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "more", "problem", "leaks"), FAULTS, ids=[f"{one[0].__name__}" for one in FAULTS])
+def test_what_is_wrong_fails_the_run_and_is_all_that_a_quiet_one_says(
+    fault: Callable[[pytest.MonkeyPatch], None], more: str, problem: str, leaks: dict[str, int], ran: Ran,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fault(monkeypatch)
+    report = ran(f"{STRESS} --requests 20 {more}", status=int(bool(problem)))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert (shown.err == "") == (not problem)
+    assert not problem or any(re.search(problem, said) for said in report["problems"]), report["problems"]
+    assert report["ok"] == (not problem)
+    assert report["leaks"].items() >= leaks.items()
+    assert (min(report["leaks"]["pins"], report["leaks"]["device_pages"]) > 0) == (fault is never_released)
+    assert (report["verify"]["mismatches"] > 0) == (fault is a_flipped_bit)
+    assert (report["failed"] > 0) == (problem == "gave up" or fault is a_cache_that_closes_itself)
+
+
+@pytest.mark.slow(8)
+def test_a_rank_that_is_late_at_the_end_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
+    aclose = WorkerGroup.aclose
+
+    async def fails(self: WorkerGroup, patience: float) -> None:
+        await aclose(self, patience)
+        raise BackendError("rank 1: was late") from RankFailure("was late", 1)
+
+    monkeypatch.setattr(WorkerGroup, "aclose", fails)
+    path = tmp_path / "report.json"
+    assert main(options(TP2, f"file:{tmp_path}/kv?capacity=64MiB", path, "--requests", "20", "--quiet")) == 1
+    report = json.loads(path.read_text())
+    assert any("could not close cleanly: rank 1: was late" in problem for problem in report["problems"])
+    assert (report["ok"], report["served"]) == (False, 20)
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_a_request_that_meets_a_bug_is_a_sentence_and_its_traceback_is_in_the_report(
-    debug: str, monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+    debug: str, monkeypatch: pytest.MonkeyPatch, ran: Ran, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def breaks(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
         raise KeyError("x")
 
     monkeypatch.setattr(Server, "serve", breaks)
     monkeypatch.setenv("ASYNCCACHE_DEBUG", debug)
-    report = run("stress", *SMALL, "--requests", "5", *out, status=1)
+    report = ran(f"{STRESS} --requests 5", status=1)
     said = capsys.readouterr().err
     assert "met KeyError: 'x'" in said
     assert ("Traceback" in said, "--debug shows where" in said) == (bool(debug), not debug)
     assert "in breaks" in report["traceback"]
 
 
+@pytest.mark.parametrize("loop", [None, *LOOPS])
+def test_uvloop_runs_it_unless_asyncio_is_asked_for(
+    loop: str | None, monkeypatch: pytest.MonkeyPatch, ran: Ran
+) -> None:
+    found: list[type] = []
+    run = session.Session.run
+
+    async def noting(self: session.Session) -> Any:
+        found.append(type(asyncio.get_running_loop()))
+        return await run(self)
+
+    monkeypatch.setattr(session.Session, "run", noting)
+    ran(f"{STRESS} --requests 5 {'' if loop is None else f'--loop {loop}'}")
+    assert (found[0] is uvloop.Loop) == (loop != "asyncio")
+
+
+# stores
+
+
+@pytest.mark.parametrize("change", ["--page-size 32", "--layers 2", "--bytes-per-token 128"])
+def test_what_other_settings_stored_is_never_served(change: str, ran: Ran) -> None:
+    """Pages of another shape have other keys: a store that holds them only misses. One request at a time, for of two
+    at once the later may fetch what the earlier has just stored."""
+    words = (f"{STRESS} --requests 20 --storage file:FOLDER/kv?capacity=256MiB --end-hints 0 --device-tokens 131072 "
+             f"--host-tokens 131072 {ONE}")  # fmt: skip
+    first, other, same = (ran(words, *more.split())["tokens"]["hit"]["storage"] for more in ("", change, ""))
+    assert (first, other) == (0, 0)
+    assert same > 0
+
+
+def test_a_run_with_faults_lets_go_of_its_store(ran: Ran) -> None:
+    """The backend that tells lies is the command's own: a second run of this process finds its folder free."""
+    threads = threading.active_count()
+    for _ in range(2):
+        ran(f"{STRESS} --requests 20 --storage file:FOLDER/kv?capacity=64MiB --faults 0.1")
+    assert threading.active_count() == threads
+
+
+class Attaching(session.Session):
+    """A run beside which stores come and go, every few requests."""
+
+    folder: Path
+    changes: int
+
+    @asynccontextmanager
+    async def _exposed(self, cache: AsyncCache) -> AsyncIterator[None]:
+        changing = asyncio.create_task(self._come_and_go(cache))
+        try:
+            yield
+        finally:
+            changing.cancel()
+            await asyncio.gather(changing, return_exceptions=True)
+
+    async def _come_and_go(self, cache: AsyncCache) -> None:
+        random, at = Random(1), 0
+        urls = {"near": "memory:?capacity=8MiB", "disk": f"file:{self.folder}/kv?capacity=256MiB"}
+        while True:
+            while self.tally.served < at + 8:  # noqa: ASYNC110 - the tally is no Event
+                await asyncio.sleep(0.002)
+            at = self.tally.served
+            for name, url in urls.items():
+                if name not in cache.stores:
+                    await cache.attach_storage(url, name=name, position=0 if name == "near" else None)
+                elif random.random() < 0.6:
+                    await cache.detach_storage(name, timeout=random.choice((0, 0.02)))
+                type(self).changes += 1
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("faults", ["0", "0.1"])
+def test_stores_come_and_go_under_stress(
+    faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: Ran
+) -> None:
+    Attaching.folder, Attaching.changes = tmp_path, 0
+    monkeypatch.setattr(session, "Session", Attaching)
+    found = ran(f"{STRESS} --requests 500 --storage none --faults {faults} --cancel-rate 0.1 --prefetch-policy "
+                "wait_complete")
+    assert Attaching.changes > 20
+    assert found["tokens"]["hit"]["storage"] > 0
+
+
+# a process that was killed, bits that were flipped, a disk that is full
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+MIB = 1 << 20
+
+
+def killed(arguments: Sequence[str], written: int) -> None:
+    """Start a process of its own and kill it once it has written so many bytes."""
+    command = [sys.executable, "-m", "asynccache", *arguments, "--quiet"]
+    process = warm.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while _written(process.pid) < written:
+        assert process.poll() is None, f"it ended before it was killed: {process.communicate()[1]}"
+        assert time.monotonic() < deadline, "it wrote too little"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def _written(pid: int) -> int:
+    """Bytes that a process has handed to the kernel; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("components", ["full", "full,swa,mamba"])
+def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(
+    components: str, tmp_path: Path, ran: Ran
+) -> None:
+    """There is room for everything in L1 and L2, so what comes from storage was stored by a process that was killed."""
+    made = made_trace(tmp_path / "trace.jsonl", 40, requests=240, growth=(2, 12), seed=11)
+    words = (f"replay {REAL if Path(REAL).is_file() else made} --limit 240 --components {components} --device-tokens "
+             "all --host-tokens all --bytes-per-token 64 --mamba-bytes 4096 --concurrency 8 --storage "
+             f"'file:{tmp_path}/kv?capacity=1GiB&segment=16MiB'")  # fmt: skip
+    for written in (9 * MIB, 4 * MIB, 23 * MIB):
+        killed(shlex.split(words), written)
+    again, last = ran(words), ran(words)
+    assert again["storage"]["scanned_groups"] > 0, "no footer can name what was written right before the kill"
+    assert again["storage"]["corrupt_pages"] == 0
+    assert last["tokens"]["hit"]["storage"] > again["tokens"]["hit"]["storage"] > 64 * BLOCK_TOKENS
+    if components == "full":
+        assert again["blocks"]["hit"] > again["blocks"]["shared"]
+        assert last["blocks"]["hit"] == last["blocks"]["total"]
+
+
+def test_flipped_bits_in_a_store_are_misses_once_and_never_wrong_pages(tmp_path: Path, ran: Ran) -> None:
+    """A fetch ends before the first page that does not verify, so a path with several takes as many runs."""
+    trace = made_trace(tmp_path / "trace.jsonl", 10, requests=60, growth=(2, 12), seed=11)
+    words = f"replay {trace} {BLOCKS} --device-tokens all --host-tokens all --storage 'file:FOLDER/kv?segment=4MiB'"
+    first, rng = ran(words), random.Random(4)
+    for segment in (path for path in (tmp_path / "kv").iterdir() if path.stat().st_size >= MIB):
+        flip(segment, rng, first["stages"]["backup_storage"]["bytes"])
+    found = [ran(words) for _ in range(8)]
+    corrupt = [report["storage"]["corrupt_pages"] for report in found]
+    assert corrupt[0] > 5
+    assert found[0]["tokens"]["hit"]["storage"] > 0
+    assert found[0]["blocks"]["hit"] < found[0]["blocks"]["total"]
+    assert sorted(corrupt, reverse=True) == corrupt, "what did not verify is deleted and stored anew"
+    assert corrupt[-1] == 0
+    assert found[-1]["blocks"]["hit"] == found[-1]["blocks"]["total"]
+
+
+def flip(path: Path, rng: random.Random, size: int) -> None:
+    """One bit in every 100 KB or so of what is there."""
+    raw = bytearray(path.read_bytes())
+    for at in range(0, min(size, len(raw)), 100_000):
+        where = at + rng.randrange(min(100_000, len(raw) - at))
+        raw[where] ^= 1 << rng.randrange(8)
+    path.write_bytes(raw)
+
+
+def test_on_a_full_disk_the_cache_works_without_storing_and_counts_it(tmp_path: Path) -> None:
+    """No file of this process may grow beyond 1 MiB, which is less than a segment."""
+    limited = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
+               "from asynccache.cli.main import main; sys.exit(main(sys.argv[1:]))")  # fmt: skip
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-c", limited, *STRESS.split(), "--requests", "60", "--quiet", "--json", str(report),
+               "--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=2MiB"]  # fmt: skip
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert (found["ok"], found["served"], found["verify"]["mismatches"]) == (True, 60, 0)
+    assert found["tokens"]["hit"]["host"] > 0
+    assert found["storage"]["refused_writes"] > found["storage"]["errors"] >= 1, "writes are given up for a while"
+    assert found["stages"]["backup_storage"]["errors"] > 0
+
+
 @pytest.mark.soak
-@pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
-def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
-    report = run("replay", REAL, *BY_BLOCK, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1",
-                 "--quiet", *out)
+@needs_trace
+def test_the_real_trace_hits_all_that_it_implies(ran: Ran) -> None:
+    report = ran(f"replay {REAL} {BLOCKS} --device-tokens all --host-tokens none {ONE}")
     assert (report["blocks"]["hit"], report["blocks"]["total"]) == (105_592, 276_491)
     assert report["verify"] == {"pages": 105_592, "mismatches": 0}
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
-@pytest.mark.parametrize(("blocks", "least"), [(1_000, 0.0465), (30_000, 0.344)])
-def test_the_real_trace_in_little_room_does_as_well_as_lru(blocks: int, least: float, out: tuple[str, Path]) -> None:
-    report = run("replay", REAL, *BY_BLOCK, "--device-tokens", str(blocks * 512), "--host-tokens", "none",
-                 "--concurrency", "1", "--quiet", *out)
-    assert report["blocks"]["hit"] / report["blocks"]["total"] >= least

@@ -1,13 +1,22 @@
-"""``asynccache verify-engine``: right servers pass, and wrong ones are found, each by the name of the tier.
-
-The servers are the example server with real small models. What makes one wrong is what has made engines wrong: a layer
-in another's place, a page in another's place, a state that is out of date, a byte, and KV of another adapter.
-"""
+"""``asynccache verify-engine``."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +32,19 @@ import openai_serving.paths
 import torch
 from asynccache_shim import Batch
 from openai_serving.models import FAMILIES
+from openai_serving.protocol import ApiError, ParsedRequest, Prompt
 from openai_serving.scores import ScoredModel
+from openai_serving.service import Choices, Service
 
+from asynccache.cli.main import main
+from asynccache.cli.openai_client import Answer, Difference, EngineError, apart
+from asynccache.cli.verify_engine import Options, Verification
 from asynccache.memory.mover import Mover
 from asynccache.storage import CheckedStore, Result
+from tests import warm
 from tests.cli.engine_server import (
     DEVICE,
+    FEW,
     FLUSHES,
     AdaptedModel,
     Adapting,
@@ -38,6 +54,13 @@ from tests.cli.engine_server import (
     verdicts,
     verified,
 )
+from tests.examples.server_kit import ROOT, command
+
+# ``asynccache verify-engine``: right servers pass, and wrong ones are found, each by the name of the tier.
+#
+# The servers are the example server with real small models. What makes one wrong is what has made engines wrong: a
+# layer in another's place, a page in another's place, a state that is out of date, a byte, and KV of another adapter.
+
 
 torch.set_num_threads(1)
 
@@ -88,15 +111,14 @@ def flip_a_byte(pages: npt.NDArray[np.uint8]) -> None:
     pages[-1, 0, 3] ^= 0xFF  # of a float's sign and exponent
 
 
-def load_wrongly(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, pool: str = "") -> None:
-    """Each load from host memory to the device brings what ``spoil`` makes of the pages of the pools whose names begin
-    with ``pool``."""
+def load_wrongly(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
+    """Each load from host memory to the device brings what ``spoil`` makes of the pages."""
     load = Mover.load
 
     def wrong(self: Mover, moves: Sequence[Any], after: Sequence[Any] = ()) -> Any:
         kept = []
         for copy in self._copies(moves):
-            if copy.host is not None and copy.host.spec.name.startswith(pool):
+            if copy.host is not None:
                 kept.append((copy.host, copy.src, copy.host.array[copy.src]))
                 pages = copy.host.array[copy.src]
                 spoil(pages)
@@ -111,32 +133,8 @@ def load_wrongly(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, pool: str = "") 
     monkeypatch.setattr(Mover, "load", wrong)
 
 
-@pytest.mark.parametrize("spoil", [swap_layers, shift_pages, flip_a_byte])
-def test_a_wrong_copy_from_host_memory_is_found(
-    spoil: Spoil, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load_wrongly(monkeypatch, spoil)
-    with serving(parts()) as url:
-        status, report = verified(url, tmp_path, *FLUSHES[:2])
-    printed = capsys.readouterr().out
-    assert status == 1
-    assert verdicts(report) == {"new": "right", "device": "right", "turns": "right", "host": "wrong"}, printed
-    assert printed.endswith("wrong from: host\n")
-    first = report["tiers"][-1]["first"]
-    assert first["position"] >= first["prompt_tokens"] > first["cached_tokens"] > 0
-    assert f"host: the first difference is at token {first['position']}, in page {first['page']}:" in printed
-
-
-def test_the_page_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last page of a load has a wrong byte, so a prompt that ends before it is right."""
-    load_wrongly(monkeypatch, flip_a_byte)
-    with serving(parts()) as url:
-        _, report = verified(url, tmp_path, "--flush-device", str(DEVICE), "--prompts", "1")
-    first = report["tiers"][-1]["first"]
-    assert first["kv_page"] == first["cached_tokens"] // 16 - 1
-
-
-def test_a_page_in_anothers_place_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def mix_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is in another's place on the device."""
     begun, forward = set[int](), ScoredModel.forward
 
     def wrong(self: ScoredModel, batch: Batch) -> list[int]:
@@ -150,29 +148,19 @@ def test_a_page_in_anothers_place_on_the_device_is_found(monkeypatch: pytest.Mon
         return forward(self, batch._replace(chunks=tuple(chunks)))
 
     monkeypatch.setattr(ScoredModel, "forward", wrong)
-    with serving(parts()) as url:
-        status, report = verified(url, tmp_path)
-    assert status == 1
-    assert verdicts(report) == {"new": "right", "device": "wrong", "turns": "wrong"}
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
-def test_a_state_that_is_out_of_date_is_found(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Checkpoints are not taken, so their slots hold what they held before."""
+def take_no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is out of date: its slot holds what it held before."""
     forward = ScoredModel.forward
 
     def wrong(self: ScoredModel, batch: Batch) -> list[int]:
         return forward(self, batch._replace(chunks=tuple(chunk._replace(checkpoint=None) for chunk in batch.chunks)))
 
     monkeypatch.setattr(ScoredModel, "forward", wrong)
-    with serving(parts(family)) as url:
-        status, report = verified(url, tmp_path)
-    assert status == 1
-    assert verdicts(report)["new"] == "right"
-    assert verdicts(report)["device"] == "wrong"
 
 
-def test_a_byte_that_a_store_gives_back_wrong_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def get_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store without checksums: the byte is wrong behind ours."""
     get = CheckedStore.get
 
@@ -184,10 +172,42 @@ def test_a_byte_that_a_store_gives_back_wrong_is_found(monkeypatch: pytest.Monke
         return results
 
     monkeypatch.setattr(CheckedStore, "get", wrong)
+
+
+TO_HOST = {"new": "right", "device": "right", "turns": "right", "host": "wrong"}
+
+
+@pytest.mark.parametrize(("fault", "family", "flushes", "wanted"), [
+    *((partial(load_wrongly, spoil=spoil), "qwen3", FLUSHES[:2], TO_HOST)
+      for spoil in (swap_layers, shift_pages, flip_a_byte)),
+    (mix_pages, "qwen3", (), {"new": "right", "device": "wrong", "turns": "wrong"}),
+    (take_no_checkpoints, "falcon_h1", (), {"new": "right", "device": "wrong"}),
+    (take_no_checkpoints, "qwen3_next", (), {"new": "right", "device": "wrong"}),
+    (get_wrongly, "qwen3", FLUSHES, RIGHT | {"storage": "wrong"}),
+], ids=["layers", "pages", "byte", "device", "state", "states", "store"])  # fmt: skip
+def test_a_server_that_is_wrong_is_found_and_its_tier_named(
+    fault: Callable[[pytest.MonkeyPatch], None], family: str, flushes: tuple[str, ...], wanted: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fault(monkeypatch)
+    with serving(parts(family)) as url:
+        status, report = verified(url, tmp_path, *flushes)
+    printed = capsys.readouterr().out
+    assert (status, verdicts(report) | wanted) == (1, verdicts(report)), printed
+    if wanted is TO_HOST:
+        assert printed.endswith("wrong from: host\n")
+        first = report["tiers"][-1]["first"]
+        assert first["position"] >= first["prompt_tokens"] > first["cached_tokens"] > 0
+        assert f"host: the first difference is at token {first['position']}, in page {first['page']}:" in printed
+
+
+def test_the_page_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The last page of a load has a wrong byte, so a prompt that ends before it is right."""
+    load_wrongly(monkeypatch, flip_a_byte)
     with serving(parts()) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
-    assert status == 1
-    assert verdicts(report) == RIGHT | {"storage": "wrong"}
+        _, report = verified(url, tmp_path, "--flush-device", str(DEVICE), "--prompts", "1")
+    first = report["tiers"][-1]["first"]
+    assert first["kv_page"] == first["cached_tokens"] // 16 - 1
 
 
 def test_the_kv_of_another_adapter_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -202,3 +222,301 @@ def test_the_kv_of_another_adapter_is_found(monkeypatch: pytest.MonkeyPatch, tmp
     assert verdicts(report)["new"] == "wrong"
     assert {report["tiers"][0]["first"]["model"]} <= {"a", "b"}
     assert any("another model or adapter" in note for note in report["notes"])
+
+
+# ``asynccache verify-engine`` and servers that are not like ours: without salts, unsteady, silent, or no servers.
+
+
+torch.set_num_threads(1)
+
+
+class Unsalted(Service):
+    """A server that ignores salts, as those do whose connector has keys of its own."""
+
+    def generate(self, ask: ParsedRequest, tokens: list[int]) -> Choices:
+        return super().generate(replace(ask, cache_salt=None), tokens)
+
+
+class Refusing(Service):
+    """A server that refuses salts, and has no tokenizer to ask."""
+
+    def generate(self, ask: ParsedRequest, tokens: list[int]) -> Choices:
+        if ask.cache_salt is not None:
+            raise ApiError(400, "unknown parameter: cache_salt", param="cache_salt")
+        return super().generate(ask, tokens)
+
+    async def tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            raise ApiError(404, "there is nothing of this name")
+        return await super().tokens(prompt)
+
+
+@pytest.mark.parametrize("kind", [Unsalted, Refusing])
+def test_a_server_without_salts_is_verified_as_far_as_that_goes(
+    kind: type[Service], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(parts(), kind) as url:
+        status, report = verified(url, tmp_path, *FLUSHES)
+    printed = capsys.readouterr().out
+    assert verdicts(report) == {"device": "right", "host": "right", "storage": "right"}, printed
+    assert status == 0
+    assert not report["cache_salt"]
+    assert "does not keep prompts apart by cache_salt" in printed.replace("\n", " ")
+    assert ("has no /tokenize" in printed) is (kind is Refusing)
+
+
+def disturb(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """The server's logits are off by something else each time, as those of a GPU are that adds in any order."""
+    compute = ScoredModel.compute_all
+
+    def noisy(self: ScoredModel, *given: Any) -> list[torch.Tensor]:
+        self._made = [logits + nats * torch.randn_like(logits) for logits in compute(self, *given)]
+        return self._made
+
+    monkeypatch.setattr(ScoredModel, "compute_all", noisy)
+
+
+def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned = parts()
+    disturb(monkeypatch, 0.03)
+    with serving(planned) as url:
+        status, report = verified(url, tmp_path, *FLUSHES)
+    assert status == 0, report
+    assert 0.03 < report["cold_runs_differ_by"] < 0.3
+    assert report["allowed"] == pytest.approx(3 * report["cold_runs_differ_by"])
+
+
+def test_a_server_whose_cold_runs_disagree_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = parts()
+    disturb(monkeypatch, 20.0)
+    with serving(planned) as url:
+        said = refused(url, *FEW)
+    assert "prompts were more than 1 nats apart, so its answers say nothing about its cache" in said
+
+
+def test_a_tier_that_gave_nothing_is_not_called_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no storage here, so that what left the host's memory is gone."""
+    with serving(parts(storage=None)) as url:
+        status, report = verified(url, tmp_path, "--flush-host", FLUSHES[3])
+    assert status == 1
+    assert verdicts(report)["storage"] == "not hit"
+    assert capsys.readouterr().out.endswith("no hit from: storage\n")
+
+
+def test_a_flush_is_a_command_or_a_post(tmp_path: Path) -> None:
+    """The command leaves something running with its output open; nothing waits for that. /tokenize takes any POST."""
+    with serving(parts()) as url:
+        began = time.monotonic()
+        status, _ = verified(url, tmp_path, "--flush-device", f"touch {tmp_path}/flushed; sleep 30 & true")
+        assert time.monotonic() - began < 25
+        assert status == 0
+        assert (tmp_path / "flushed").exists()
+        for how, said in (("exit 3", "'exit 3' failed with status 3: it says nothing"),
+                          ("echo no such unit >&2; false", "failed with status 1: no such unit"),
+                          ("/nowhere", "POST /nowhere answers 404"), (f"{url}/nowhere?a=1", "nowhere?a=1 answers 404"),
+                          ("http://127.0.0.1:1/", "POST http://127.0.0.1:1/:"),
+                          ("sleep 30", "longer than 1 s")):  # fmt: skip
+            assert said in refused(url, "--flush-device", how, "--wait", "1", *FEW)
+
+
+def refused(*arguments: str) -> str:
+    """The one sentence with which the command ends, and what else it printed."""
+    said = StringIO()
+    with redirect_stderr(said):
+        assert main(["verify-engine", *arguments]) == 2
+    return said.getvalue()
+
+
+@contextmanager
+def saying(answers: Mapping[str, bytes], *, patience: float = 0, heard: list[bytes] | None = None) -> Iterator[str]:
+    """Something that listens, reads a request, answers by its path, and closes the connection. ``heard``: where the
+    requests go."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    request = connection.recv(1 << 16)
+                    if heard is not None:
+                        heard.append(request)
+                    path = request.split()[1].decode()
+                    time.sleep(patience)
+                    connection.sendall(answers.get(path, b""))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def told(body: object, *, chunked: bool = False) -> bytes:
+    content = json.dumps(body).encode()
+    if chunked:
+        half = len(content) // 2
+        parts = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (content[:half], content[half:], b""))
+        return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + parts
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+
+
+CARD = told({"data": [{"id": "m"}]})
+BARE = {"choices": [{"text": "x", "logprobs": None}], "usage": {"prompt_tokens": 3}}
+SCORES = {"tokens": ["x"], "token_logprobs": [-1.0], "top_logprobs": [{"x": -1.0}]}
+FULL = {"choices": [{"text": "x", "logprobs": SCORES}], "usage": {"prompt_tokens": 3, "prompt_tokens_details": None}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "sentence"),
+    [
+        ({}, "does not answer"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello"}, "does not answer"),
+        ({"/v1/models": b"220 smtp.example ESMTP\r\n\r\n"}, "it speaks no HTTP/1.1"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"}, "its answer has 99999999999 bytes"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\n\r\n<html>"}, "answers 200: <html>"),
+        ({"/v1/models": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"}, "does not answer"),
+        ({"/v1/models": told({"data": []})}, "/v1/models names no model"),
+        ({"/v1/models": told([1])}, "/v1/models names no model"),
+        ({"/v1/models": CARD}, "does not answer"),
+        ({"/v1/models": CARD, "/v1/completions": told(BARE)}, "without log-probabilities or usage"),
+        ({"/v1/models": CARD, "/v1/completions": told(FULL)}, "vLLM tells hits with --enable-prompt-tokens-details"),
+        ({"/v1/models": CARD, "/v1/completions": told(FULL, chunked=True)}, "no cached tokens"),
+        ({"/v1/models": CARD, "/v1/completions": b"HTTP/1.1 401 No\r\n\r\n{\"error\": {\"message\": \"a key\"}}"},
+         "answers 401: a key"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_server_is_said_in_a_sentence(answers: Mapping[str, bytes], sentence: str) -> None:
+    with saying(answers) as url:
+        said = refused(url, "--pause", "0", "--timeout", "20")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -> None:
+    with saying({}, patience=1.5) as url:
+        assert "does not answer within 0.5 s" in refused(url, "--timeout", "0.5")
+    with saying({"/v1/models": b"HTTP/1.1 503 Busy\r\n\r\n{}"}) as url:
+        assert "does not answer within 1 s" in refused(url, "--timeout", "1")
+
+
+def test_the_key_is_sent_to_the_server_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
+    hit = told({"choices": [{"text": "x", "logprobs": SCORES}],
+                "usage": {"prompt_tokens": 99, "prompt_tokens_details": {"cached_tokens": 64}}})  # fmt: skip
+    own, others = list[bytes](), list[bytes]()
+    with saying({"/v1/models": CARD, "/v1/completions": hit}, heard=own) as url, saying({}, heard=others) as other:
+        refused(url, "--pause", "0", "--wait", "1")
+        verification = Verification(Options(url=url, pause=0.0, wait=1.0), lambda line: None)
+        with pytest.raises(EngineError):
+            asyncio.run(verification._flush("host", f"{other}/flush"))
+    assert all(b"Authorization: Bearer hunter2" in request for request in own)
+    assert [b"hunter2" in request for request in others] == [False]
+
+
+def test_a_flood_of_any_size_begins_at_once() -> None:
+    """Nothing of it is made before it is sent."""
+    lines = list[str]()
+    with serving(parts()) as url:
+        verification = Verification(Options(url=url, pause=0.0), lines.append)
+
+        async def begin() -> None:
+            await verification._look()
+            async with asyncio.timeout(2):
+                await verification._flush("host", str(10**15))
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(begin())
+    assert re.fullmatch(r"host: other prompts: [\d,]+ of [\d,]+ prompts", lines[-1])
+
+
+def test_conversations_end_where_the_context_does(tmp_path: Path) -> None:
+    with serving(parts()) as url:
+        assert "are more than the server's context of 1024 tokens" in refused(url, "--length", "1020")
+        status, report = verified(url, tmp_path, "--length", "64", "--new-tokens", "400", "--prompts", "1")
+    assert status == 0, report
+    [turns] = [tier for tier in report["tiers"] if tier["tier"] == "turns"]
+    assert 0 < turns["prompts"] < 6
+
+
+@pytest.mark.slow
+def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server in a process of its own, which a command restarts, as an operator's would."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = [*command("--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=8MiB", "--port", str(port)),
+              "--device-tokens", str(DEVICE), "--host-tokens", str(DEVICE)]  # fmt: skip
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "backends", "scheduler_shim"))
+    script = tmp_path / "restart.py"
+    script.write_text(f"""
+import os, signal, socket, subprocess, sys, time
+pid = {str(tmp_path / "pid")!r}
+if os.path.exists(pid):
+    os.kill(int(open(pid).read()), signal.SIGTERM)
+    while not socket.socket().connect_ex(("127.0.0.1", {port})):
+        time.sleep(0.05)
+    time.sleep(0.5)
+server = subprocess.Popen({server!r}, stdout=subprocess.PIPE, stderr=open({str(tmp_path / "log")!r}, "a"),
+                          start_new_session=True, env=os.environ | {{"PYTHONPATH": {paths!r}}})
+open(pid, "w").write(str(server.pid))
+server.stdout.readline()
+""")
+    restart = f"{sys.executable} {script}"
+    try:
+        subprocess.run(restart, shell=True, check=True)
+        status, report = verified(f"http://127.0.0.1:{port}/v1", tmp_path, "--restart", restart)
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    assert verdicts(report)["restart"] == "right", capsys.readouterr().out
+    assert status == 0
+    tiers = {tier["tier"]: tier for tier in report["tiers"]}
+    assert tiers["restart"]["hits_by_tier"]["storage"] == tiers["restart"]["tokens_hit"] > 0
+
+
+def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
+    with serving(parts()) as url:
+        process = warm.Popen(
+            [sys.executable, "-m", "asynccache", "verify-engine", url, *FEW, "--flush-device",
+             f"echo $$ > {tmp_path}/shell; sleep 60"], stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + 180
+            while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            time.sleep(2.5)  # what takes longer than two seconds says how far it is
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert ": " in said
+    group = int((tmp_path / "shell").read_text())
+    fields = [stat.read_text().rpartition(")")[2].split() for stat in Path("/proc").glob("[0-9]*/stat")]
+    assert not [state for state, _, its, *_ in fields if int(its) == group and state != "Z"]
+
+
+# how far two answers are apart
+
+
+def said(*tokens: tuple[str, float, dict[str, float]]) -> Answer:
+    return Answer([t for t, _, _ in tokens], [p for _, p, _ in tokens], [top for _, _, top in tokens], "", 9, 0, {})
+
+
+def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    a, b = ("a", -0.5, {"a": -0.5, "b": -1.5}), ("b", -0.9, {"b": -0.9, "a": -1.0})
+    assert apart(said(a, b), said(a, b)) == Difference(0.0, None)
+    assert apart(said(a), said(("a", -0.7, {"a": -0.7, "c": -3.0}))).nats == pytest.approx(0.2)
+    assert apart(said(a), said(b)) == Difference(1.0, None)  # a was preferred by 1 nat
+    assert apart(said(a), said(b), 0.9) == Difference(1.0, 0)
+    assert apart(said(b, a), said(a, b), 0.9).token is None  # a near tie, and nothing after it is compared
+    assert apart(said(a, a), said(a), 5.0).token == 1  # one ended
+    assert apart(said(a), said(("c", -0.1, {"c": -0.1})), 5.0).token == 0  # no token that both have
+    assert apart(said(("a", -1.0, {"a": float("nan")})), said(a), 5.0).token == 0
+    assert apart(said(("a", 0.0, {"a": 0.0, "b": float("-inf")})), said(("a", 0.0, {"a": 0.0, "b": float("-inf")}))
+                 ) == Difference(0.0, None)  # fmt: skip

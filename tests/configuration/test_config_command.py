@@ -54,18 +54,6 @@ def test_show_prints_what_can_be_loaded_again(kv: Path, tmp_path: Path, capsys: 
     assert load_config(again, env={}) == load_config(kv, env={})
 
 
-def test_show_as_json_and_the_file_from_the_environment(
-    kv: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ASYNCCACHE_CONFIG", str(kv))
-    monkeypatch.setenv("ASYNCCACHE_PAGE_SIZE", "32")
-    assert main(["config", "show", "--json"]) == 0
-    found = {one["setting"]: one for one in json.loads(capsys.readouterr().out)}
-    assert found["page_size"] == {
-        "setting": "page_size", "value": 32, "from": "environment variable ASYNCCACHE_PAGE_SIZE",
-    }
-
-
 def test_check_says_that_a_file_can_be_used(kv: Path, capsys: Captured) -> None:
     assert main(["config", "check", str(kv)]) == 0
     captured = capsys.readouterr()
@@ -91,12 +79,6 @@ def test_check_warns_of_a_name_that_new_weights_may_have_too(
     assert warned or warning == ""
 
 
-def test_sizes_may_have_units(kv: Path, capsys: Captured) -> None:
-    kv.write_text(KV.replace("device_tokens = 16384", 'device_tokens = "3MiB"'))
-    assert main(["config", "check", str(kv)]) == 0
-    assert "full: 2 layers, 64 bytes a token; device 3 MiB for 49,152 tokens" in capsys.readouterr().out
-
-
 def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> None:
     kv.write_text(KV.replace("window", "windw").replace("page_size = 16", "page_size = 0") + "[stress]\nrequests = 5\n")
     assert main(["config", "check", str(kv)]) == 1
@@ -107,11 +89,6 @@ def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> Non
         f"asynccache: stress ({kv}): there is no such setting",
         "asynccache: components.swa.window is not given: Tokens that a position attends to.",
     ]
-
-
-def test_the_schema_is_json(capsys: Captured) -> None:
-    assert main(["config", "schema"]) == 0
-    assert json.loads(capsys.readouterr().out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
 
 
 def test_the_python_on_the_page_runs_with_the_file_on_the_page(
@@ -215,13 +192,6 @@ def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
     broken(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
     assert main(["stress"]) == 2
     assert capsys.readouterr().err == "asynccache: /x/y: Permission denied\n"
-
-
-def test_a_table_that_there_is_not_has_no_far_fetched_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "kv.toml"
-    file.write_text('model = "m"\n[tree]\na = 1\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
-    assert main(["config", "check", str(file)]) == 1
-    assert "there is no such setting\n" in capsys.readouterr().err
 
 
 def test_json_goes_to_a_file_or_in_place_of_the_text(kv: Path, capsys: Captured) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from asynccache import (
     WritePolicy,
     load_config,
 )
-from asynccache.configuration import Loaded, as_toml, read_config
+from asynccache.configuration import as_toml, read_config
 from asynccache.storage import StoreOptions, parse_url, take_options
 
 # Loading: what wins over what, and that whatever is wrong is named with its value, its place and the nearest name.
@@ -51,18 +51,13 @@ def kv(tmp_path: Path) -> Path:
     return file
 
 
-def read(file: Path, text: str, env: Mapping[str, str] | None = None, **given: Any) -> Loaded:
-    file.write_text(text)
-    return read_config(file, env=env or {}, **given)
-
-
-def said(loaded: Loaded) -> list[str]:
-    assert loaded.config is None
-    return list(loaded.problems)
-
-
-def test_python_wins_over_the_environment_over_the_file_over_defaults(kv: Path) -> None:
-    assert load_config(kv, env={}).page_size == 16
+def test_python_wins_over_the_environment_over_the_file_over_defaults(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is the process's own where none is given, and may name the file."""
+    assert load_config(kv, env={}).page_size == load_config(env={"ASYNCCACHE_CONFIG": str(kv)}).page_size == 16
+    monkeypatch.setenv("ASYNCCACHE_PAGE_SIZE", "128")
+    assert load_config(kv).page_size == 128
     env = {"ASYNCCACHE_PAGE_SIZE": "32", "ASYNCCACHE_COMPONENTS__FULL__LAYERS": "2", "ASYNCCACHE_STORAGE": "none"}
     config = load_config(kv, env=env, page_size=64)
     assert config.page_size == 64
@@ -154,15 +149,6 @@ def test_a_sidecar_that_the_file_names_keeps_its_name(tmp_path: Path) -> None:
     assert config.sidecars == (Sidecar(name="Index-Keys", indices_from="full", bytes_per_page=64, layers=2),)
 
 
-def test_the_environment_may_name_the_file(kv: Path) -> None:
-    assert load_config(env={"ASYNCCACHE_CONFIG": str(kv)}) == load_config(kv, env={})
-
-
-def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCCACHE_PAGE_SIZE", "128")
-    assert load_config(kv).page_size == 128
-
-
 @pytest.mark.parametrize(("old", "new", "message"), [
     ("page_size = 16", "page_sise = 16",
      "page_sise=16 (FILE): there is no such setting; did you mean 'page_size'?"),
@@ -199,43 +185,54 @@ def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatc
 ])
 def test_what_is_wrong_is_named_with_its_file(kv: Path, old: str, new: str, message: str) -> None:
     assert old in GOOD
-    problems = said(read(kv, GOOD.replace(old, new)))
+    kv.write_text(GOOD.replace(old, new))
+    problems = read_config(kv, env={}).problems
     assert any(message.replace("FILE", str(kv)) in problem for problem in problems), problems
 
 
+VARIABLE = "(environment variable ASYNCCACHE_"
+
+
+@pytest.mark.parametrize(("env", "given", "message"), [
+    ({"PAGE_SISE": "32"}, {}, f"page_sise='32' {VARIABLE}PAGE_SISE): there is no such setting; did you mean 'page_"),
+    ({"COMPONENTS__FULL__LAYER": "2"}, {}, "did you mean 'layers'?"),
+    ({"COMPONENTS__FUL__LAYERS": "2"}, {}, f"components.ful {VARIABLE}COMPONENTS__FUL__LAYERS) is no component"),
+    ({"PAGE_SIZE": "\u0663"}, {}, "page_size='\u0663' must be an integer"),
+    ({"PAGE_SIZE": "many"}, {}, f"page_size='many' must be an integer {VARIABLE}PAGE_SIZE)"),
+    ({"FREEZE_GC": "maybe"}, {}, f"must be True or False {VARIABLE}FREEZE_GC)"),
+    ({"PAGE_SIZE": "12"}, {}, "page_size: environment variable ASYNCCACHE_PAGE_SIZE"),
+    ({}, {"page_sise": 3}, "page_sise=3 (Python): there is no such setting; did you mean 'page_size'?"),
+    ({}, {"components": {"full": {"layers": "4"}}}, "components.full.layers='4' must be an integer (Python)"),
+])  # fmt: skip
+def test_what_is_wrong_elsewhere_is_named_with_its_place(
+    kv: Path, env: dict[str, str], given: dict[str, Any], message: str
+) -> None:
+    found = read_config(kv, env={f"ASYNCCACHE_{name}": value for name, value in env.items()}, **given)
+    assert found.config is None
+    (problem,) = found.problems
+    assert message in problem
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (b"= 3", "not TOML"), (b"\xff", "not TOML"), (None, "cannot be read: No such file"),
+    (b"x = " + b"[" * 5000 + b"]" * 5000, "not TOML: maximum recursion depth exceeded"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: bytes | None, message: str) -> None:
+    file = tmp_path / "bad.toml"
+    if text is not None:
+        file.write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"bad\.toml: {message}") as caught:
+        load_config(file, env={})
+    assert "\n" not in str(caught.value)
+
+
 def test_all_that_is_wrong_is_named_at_once(kv: Path) -> None:
-    problems = said(read(kv, FILE.replace("layers = 4", "layers = -4"), {"ASYNCCACHE_KEPT_FRACTION": "2"}))
+    kv.write_text(FILE.replace("layers = 4", "layers = -4"))
+    problems = list(read_config(kv, env={"ASYNCCACHE_KEPT_FRACTION": "2"}).problems)
     assert len(problems) == 3
     with pytest.raises(ConfigError) as caught:
         load_config(kv, env={"ASYNCCACHE_KEPT_FRACTION": "2"})
     assert str(caught.value).split("\n") == problems
-
-
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("ASYNCCACHE_PAGE_SISE", "32",
-     "page_sise='32' (environment variable ASYNCCACHE_PAGE_SISE): there is no such setting; "
-     "did you mean 'page_size'?"),
-    ("ASYNCCACHE_COMPONENTS__FULL__LAYER", "2", "did you mean 'layers'?"),
-    ("ASYNCCACHE_COMPONENTS__FUL__LAYERS", "2",
-     "components.ful (environment variable ASYNCCACHE_COMPONENTS__FUL__LAYERS) is no component"),
-    ("ASYNCCACHE_PAGE_SIZE", "\u0663", "page_size='\u0663' must be an integer"),
-    ("ASYNCCACHE_PAGE_SIZE", "many",
-     "page_size='many' must be an integer (environment variable ASYNCCACHE_PAGE_SIZE)"),
-    ("ASYNCCACHE_FREEZE_GC", "maybe", "must be True or False (environment variable ASYNCCACHE_FREEZE_GC)"),
-    ("ASYNCCACHE_PAGE_SIZE", "12", "page_size: environment variable ASYNCCACHE_PAGE_SIZE"),
-])
-def test_what_is_wrong_in_the_environment_is_named_with_its_variable(
-    kv: Path, name: str, value: str, message: str
-) -> None:
-    (problem,) = said(read_config(kv, env={name: value}))
-    assert message in problem
-
-
-def test_what_is_wrong_in_python_is_named(kv: Path) -> None:
-    (problem,) = said(read_config(kv, env={}, page_sise=3))
-    assert problem == "page_sise=3 (Python): there is no such setting; did you mean 'page_size'?"
-    (problem,) = said(read_config(kv, env={}, components={"full": {"layers": "4"}}))
-    assert problem == "components.full.layers='4' must be an integer (Python)"
 
 
 def test_two_components_or_sidecars_of_one_name_are_refused_and_not_dropped() -> None:
@@ -245,17 +242,6 @@ def test_two_components_or_sidecars_of_one_name_are_refused_and_not_dropped() ->
     side = Sidecar(name="s", indices_from="full", bytes_per_page=8)
     with pytest.raises(ConfigError, match="sidecars: pool names must be unique"):
         load_config(env={}, model="m", components=(full,), sidecars=(side, side))
-
-
-@pytest.mark.parametrize(("text", "message"), [("= 3", "not TOML"), ("\udcff", "not TOML")])
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "bad.toml"
-    file.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=message) as caught:
-        load_config(file, env={})
-    assert "bad.toml" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"no\.toml: cannot be read: No such file"):
-        load_config(tmp_path / "no.toml", env={})
 
 
 def test_what_is_shown_can_be_loaded_again(kv: Path, tmp_path: Path) -> None:
@@ -296,12 +282,8 @@ VALUES: tuple[Any, ...] = (FULL, SIDE, CONFIG, StoreOptions("disk", write=False)
 @pytest.mark.parametrize("value", VALUES)
 def test_a_copy_is_equal_however_it_is_made(value: Any) -> None:
     for same in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value)), structs.replace(value)):
-        assert same == value
-        assert repr(same) == repr(value)
-
-
-def test_settings_can_be_keys() -> None:
-    assert len({FULL, copy.deepcopy(FULL), SIDE, StoreOptions(), StoreOptions()}) == 3
+        assert (same, repr(same), "hunter2" in repr(same)) == (value, repr(value), False)
+        assert isinstance(value, CacheConfig) or hash(same) == hash(value)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -311,26 +293,15 @@ def test_nothing_can_be_set(value: Any) -> None:
             setattr(value, name, getattr(value, name))
 
 
-def test_a_changed_copy_is_checked_as_a_new_one_is() -> None:
-    assert structs.replace(CONFIG, page_size=64).page_size == 64
+def test_what_is_given_in_other_words_is_kept_in_one() -> None:
     with pytest.raises(ConfigError, match="page_size=0 must lie between 1 and 65536"):
         structs.replace(CONFIG, page_size=0)
-    with pytest.raises(ConfigError, match="page_size=100"):
-        structs.replace(CONFIG, page_size=100)
-
-
-def test_what_is_given_in_other_words_is_kept_in_one() -> None:
+    assert "storage='redis://***@host'" in repr(CONFIG)
     assert CONFIG.components == (FULL,)
     assert SIDE.replicated is Replicated.TP_CP
     for none in ("none", None, (), ("none",)):
         assert structs.replace(CONFIG, storage=none, storage_options={}).storage is None
     assert structs.replace(CONFIG, storage=["memory:"]).storage == "memory:"
-
-
-def test_a_configuration_shows_its_settings_and_no_secrets() -> None:
-    assert "hunter2" not in repr(CONFIG)
-    assert "storage='redis://***@host'" in repr(CONFIG)
-    assert "page_size=32" in repr(CONFIG)
 
 
 @pytest.mark.parametrize("make", [

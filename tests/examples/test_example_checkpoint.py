@@ -130,12 +130,6 @@ async def test_a_client_that_leaves_ends_its_answer(client: openai.AsyncOpenAI) 
     assert (await settled(client))["requests"]["ended"].get("aborted", 0) == before + 1
 
 
-async def test_what_a_template_refuses_is_told(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="there are no developers here") as told:
-        await client.chat.completions.create(**GREEDY, messages=[{"role": "developer", "content": "Hi"}])
-    assert told.value.param == "messages"
-
-
 async def test_the_cache_explains_a_prompt(client: openai.AsyncOpenAI, server: Server, folder: Path) -> None:
     """To ``asynccache explain`` and to whoever asks with a text; and its figures are there."""
     talk = messages("Explained. " + STORY)
@@ -181,8 +175,9 @@ async def _told(server: Server, least: int) -> int:
 # from its start to its end
 
 
-async def test_ctrl_c_saves_and_a_restart_finds_it(folder: Path, tmp_path: Path) -> None:
-    options = ("--model", str(folder), "--path", "prefix", "--device-tokens", "1024", "--host-tokens", "1024",
+@pytest.mark.parametrize("path", list(PATHS))
+async def test_ctrl_c_saves_and_a_restart_finds_it(path: str, folder: Path, tmp_path: Path) -> None:
+    options = ("--model", str(folder), "--path", path, "--device-tokens", "1024", "--host-tokens", "1024",
                "--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB&segment=8MiB")  # fmt: skip
     whole = (len(prompt_tokens(folder, STORY)) - 1) // PAGE * PAGE
     asked: dict[str, Any] = {"model": str(folder), "temperature": 0, "prompt": STORY, "max_tokens": 4}
@@ -232,4 +227,3 @@ def test_the_reference_is_not_all_noise(folder: Path) -> None:
     answers = {said(folder, f"{STORY[:60]} {5 * i}", 4) for i in range(4)}
     assert len(answers) == 4
     assert loaded(folder)[0].generation_config.repetition_penalty == 1.5
-

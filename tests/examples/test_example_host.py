@@ -1,11 +1,11 @@
-"""The host process as a unit, in a container and on Kubernetes: ``asynccache serve`` understands what they run it with,
-they give it the memory that is charged to it, and engines get the folder of its socket."""
+"""The images, the unit and the pods that run the host process and the server."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -18,11 +18,16 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import openai_server
 import pytest
 
 from asynccache.cli.engine_line import engine_line
 from asynccache.cli.serve import Options
 from tests.host.host_kit import socket_path
+
+# The host process as a unit, in a container and on Kubernetes: ``asynccache serve`` understands what they run it with,
+# they give it the memory that is charged to it, and engines get the folder of its socket.
+
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "host"
@@ -217,3 +222,27 @@ def test_an_engine_s_pod_has_the_folder_of_the_socket() -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     served = {volume["name"]: volume for volume in there["volumes"]}
     assert volumes[folder["name"]]["hostPath"]["path"] == served["socket"]["hostPath"]["path"]
+
+
+# The image of the example server: the files that it copies exist, and the server takes the options that it is run
+# with.
+
+
+LINES = (ROOT / "examples" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+
+
+def test_what_it_copies_is_all_that_is_installed() -> None:
+    copied = {word for line in LINES if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert all((ROOT / each).exists() for each in copied)
+    packages = re.findall(r'packages = \[(.*?)\]', (ROOT / "pyproject.toml").read_text(), re.DOTALL)[0]
+    assert {name.split("/")[0] for name in re.findall(r'"(.*?)"', packages)} <= copied
+    assert {"README.md", "LICENSE", "pyproject.toml", "hatch_build.py"} <= copied, "what a build reads"
+
+
+def test_what_it_runs_is_understood() -> None:
+    (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in LINES if line.startswith("ENTRYPOINT "))
+    assert entry[:2] == ["python", "examples/openai_server.py"]
+    (shown,) = (line.partition("asynccache-server ")[2] for line in LINES if "docker run" in line)
+    args = openai_server.arguments([*entry[2:], *shown.replace("'", "").split()])
+    assert (args.host, args.port, args.storage) == ("0.0.0.0", 8000, "file:/var/kv?capacity=10GiB")
+    assert f"EXPOSE {args.port}" in LINES

@@ -1,23 +1,39 @@
-"""The example server as its users see it: a process of its own, and OpenAI's client on it."""
+"""The example server as its users see it, from its start to its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
-from urllib.request import urlopen
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import openai
+import openai_server
 import pytest
 import torch
-from openai_serving.models import make
+import uvicorn
+from openai_serving import arrival
+from openai_serving.app import build
+from openai_serving.arrival import Punctual
+from openai_serving.models import FAMILIES, make
+from openai_serving.paths import SchedulerPath
+from openai_serving.protocol import ApiError, ParsedRequest, parse
+from openai_serving.service import Choices, Service, ServiceParts
 from openai_serving.text import BEGIN, END, ByteReader, ByteWords, encode
 from openai_serving.words import spoken
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.examples.server_kit import PAGE, Server, running, settled, statistics
+from asynccache import AsyncCache
+from tests.examples.server_kit import PAGE, Server, running, settled, started
+
+# The example server as its users see it: a process of its own, and OpenAI's client on it.
+
 
 MODEL = "random-qwen3"
 CONTEXT = 4096
@@ -79,26 +95,12 @@ def cached(usage: Any) -> int:
     return found
 
 
-def test_it_says_where_it_is_and_what_to_try(server: Server) -> None:
+async def test_it_says_where_it_is_and_what_it_has(client: openai.AsyncOpenAI, server: Server) -> None:
     assert f"curl {server.url}/v1/chat/completions" in server.greeting
-
-
-async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-4")
-
-
-async def test_the_text_is_the_models_own_with_and_without_a_hit(client: openai.AsyncOpenAI) -> None:
-    prompt = "What the model says. " + PREFIX
-    first = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=24)
-    again = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=24)
-    elsewhere = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=24, extra_body={"cache_salt": "b"})
-    assert [cached(a.usage) for a in (first, again, elsewhere)] == [0, (len(prompt) - 1) // PAGE * PAGE, 0]
-    assert first.usage is not None
-    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(prompt), 24)
-    assert first.choices[0].text == again.choices[0].text == elsewhere.choices[0].text == straight(prompt, 24)
 
 
 @pytest.mark.parametrize("path", ["scheduler", "prefix"])
@@ -130,20 +132,6 @@ async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path:
             assert bare.choices[0].logprobs is None
 
 
-async def test_a_stream_says_what_a_whole_answer_says(client: openai.AsyncOpenAI) -> None:
-    messages: Any = [{"role": "system", "content": "Be noisy."}, {"role": "user", "content": "Hello!"}]
-    whole = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=20)
-    stream = await client.chat.completions.create(
-        **GREEDY, messages=messages, max_tokens=20, stream=True, stream_options={"include_usage": True}
-    )
-    said, reason, usage = await text_of(stream)
-    assert said == whole.choices[0].message.content
-    assert reason == whole.choices[0].finish_reason == "length"
-    assert whole.usage is not None
-    assert usage.completion_tokens == whole.usage.completion_tokens == 20
-    assert cached(usage) > cached(whole.usage) == 0
-
-
 async def test_a_conversation_finds_its_own_answers_in_the_cache(client: openai.AsyncOpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Tell me something long."}]
     first = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=100)
@@ -168,63 +156,12 @@ async def test_concurrent_streams_share_their_prefix(client: openai.AsyncOpenAI)
         assert said == straight(f"Shared. {PREFIX}{chr(ord('a') + i)}?", 12)
 
 
-async def test_metrics_count_what_the_cache_served(client: openai.AsyncOpenAI) -> None:
-    for _ in range(2):
-        await client.completions.create(**GREEDY, prompt=PREFIX + "Figures", max_tokens=1)
-    text = await asyncio.to_thread(_read, f"{str(client.base_url).removesuffix('/v1/')}/metrics")
-    samples = {(s.name, s.labels.get("tier")): s.value
-               for family in text_string_to_metric_families(text) for s in family.samples}
-    served = await settled(client)
-    assert samples["asynccache_hit_tokens_total", "device"] == served["cache"]["lookups"]["hits"]["device"] > 0
-
-
-def _read(url: str) -> str:
-    with urlopen(url, timeout=20) as response:
-        return str(response.read().decode())
-
-
-async def test_a_client_that_leaves_a_stream_ends_it(client: openai.AsyncOpenAI) -> None:
-    before = await settled(client)
-    streams = [
-        await client.completions.create(**GREEDY, prompt=f"Left alone {i}", max_tokens=4000, stream=True)
-        for i in range(3)
-    ]
-    for stream in streams:
-        await anext(aiter(stream))
-    assert (await statistics(client))["requests"]["live"] == 3
-    for stream in streams:
-        await stream.close()
-    after = await settled(client)
-    assert after["requests"]["ended"]["aborted"] == before["requests"]["ended"].get("aborted", 0) + 3
-
-
 async def test_a_client_that_does_not_wait_for_its_answer_ends_it(client: openai.AsyncOpenAI) -> None:
     before = await settled(client)
     with pytest.raises(openai.APITimeoutError):
         await client.completions.create(**GREEDY, prompt="Too slow", max_tokens=4000, timeout=0.5)
     after = await settled(client)
     assert after["requests"]["ended"]["aborted"] == before["requests"]["ended"].get("aborted", 0) + 1
-
-
-async def test_a_stop_string_ends_the_answer_before_it(client: openai.AsyncOpenAI) -> None:
-    prompt = "Until here. " + PREFIX
-    whole = straight(prompt, 30)
-    stop = whole[10:12]
-    answer = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=30, stop=stop)
-    assert answer.choices[0].text == whole[: whole.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-    terms: dict[str, Any] = {"max_tokens": 30, "stop": [stop, "nowhere"], "stream": True}
-    stream = await client.completions.create(**GREEDY, **terms, prompt=prompt)
-    assert (await text_of(stream))[:2] == (whole[: whole.index(stop)], "stop")
-
-
-async def test_a_seed_says_the_same_again(client: openai.AsyncOpenAI) -> None:
-    async def ask(seed: int) -> str:
-        answer = await client.completions.create(model=MODEL, prompt="Dice.", max_tokens=24, temperature=1.5, seed=seed)
-        return answer.choices[0].text
-
-    first, second, again = await ask(1), await ask(2), await ask(1)
-    assert first == again != second
 
 
 async def test_errors_have_the_form_of_the_api(client: openai.AsyncOpenAI) -> None:
@@ -270,6 +207,311 @@ async def test_more_streams_than_the_device_holds_are_all_right(client: openai.A
     assert said[3] == straight("3 " * 220, 60)
 
 
-async def test_it_says_that_it_is_well(client: openai.AsyncOpenAI, server: Server) -> None:
-    found: Any = await client.get(f"{server.url}/healthz", cast_to=object)
-    assert found == {"status": "ok"}
+# The example server from its start to its end: restarts, draining, families, what it refuses to start with.
+
+
+PROMPT = "What was said before the restart is known after it. " * 8 + "Yes?"
+CACHED = len(PROMPT) // PAGE * PAGE
+SIXTEEN: dict[str, Any] = {"temperature": 0, "prompt": PROMPT, "max_tokens": 16}
+
+
+async def complete(client: openai.AsyncOpenAI, **more: Any) -> Any:
+    model = [model.id async for model in client.models.list()][0]  # noqa: RUF015
+    return await client.completions.create(model=model, **SIXTEEN | more)
+
+
+HYBRIDS = ("falcon_h1", "deepseek_v4")
+"""Families whose pools the engine's own tests read and write in the gate; over HTTP they are in ``make soak``."""
+
+
+@pytest.mark.slow
+async def test_a_stream_is_finished_before_it_stops(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        async with server.client() as client:
+            stream = await complete(client, max_tokens=200, stream=True)
+            await anext(aiter(stream))
+            server.terminate()
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert server.ended() == ""
+
+
+@pytest.mark.slow
+async def test_a_stream_that_does_not_end_in_time_is_cut(tmp_path: Path) -> None:
+    """Its reader is told, and the cache is closed in good order."""
+    with running(tmp_path, "--drain", "0.5") as server:
+        async with server.client() as client:
+            stream = await complete(client, max_tokens=20_000, stream=True)
+            await anext(aiter(stream))
+            server.terminate()
+            with pytest.raises(openai.APIError, match="the server is closing"):
+                async for _ in stream:
+                    pass
+
+
+@pytest.mark.slow
+async def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    """A stream that would be waited for is not."""
+    with started(tmp_path, "--drain", "600") as server:
+        async with server.client() as client:
+            stream = await complete(client, max_tokens=20_000, stream=True)
+            await anext(aiter(stream))
+            server.terminate()
+            while listens(server.url):  # noqa: ASYNC110  another process says nothing of it
+                await asyncio.sleep(0.01)
+            server.terminate()
+            assert server.status() == -signal.SIGTERM
+            await stream.close()
+
+
+def listens(url: str) -> bool:
+    """Whether the server still takes connections: it does not once it has heard the first signal."""
+    try:
+        socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """The server owns the signals of its process; here that is the process of all tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job has it ignored
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_it_serves_has_its_own_status(
+    number: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it makes the model, or opens the cache, which is cancelled then."""
+    def makes(*_: object) -> NoReturn:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal did not end it")
+
+    async def opens(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+
+    with own_signals(), monkeypatch.context() as patch:
+        patch.setattr(openai_server, "served", makes)
+        assert openai_server.main([]) == status
+    with own_signals(), monkeypatch.context() as patch:
+        patch.setattr(Service, "__aenter__", opens)
+        assert openai_server.main(["--device-tokens", "256", "--host-tokens", "512"]) == status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.soak if one in HYBRIDS else ()) for one in FAMILIES[1:]]
+)
+async def test_every_family_is_served_from_the_cache(family: str, tmp_path: Path) -> None:
+    with running(tmp_path, "--model-family", family) as server:
+        async with server.client() as client:
+            first = await complete(client)
+            again = await asyncio.gather(*(complete(client) for _ in range(3)))
+            assert {answer.choices[0].text for answer in again} == {first.choices[0].text}
+            assert all(answer.usage.prompt_tokens_details.cached_tokens == CACHED for answer in again)
+            await settled(client)
+
+
+REFUSED = [
+    (("--device-tokens", "100"), "device_tokens=100 is not a multiple of page_size=16"),
+    (("--storage", "tape:0"), "tape"),
+    (("--step-tokens", "16"), "step_tokens=16 must hold a token for each of max_running=32"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED)
+def test_settings_that_cannot_be_are_refused_in_a_sentence(
+    options: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert openai_server.main(["--port", "0", *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("openai_server: "), told in err, err.count("\n")) == ("", True, True, 1), err
+
+
+# The example server drops requests that do not arrive in time, bounds its connections and answers garbage with 400.
+
+
+SHORT = 0.3
+AT_MOST = 60.0
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+FINE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+TRICKLES = {
+    "silence": (b"", b"", b""), "the head": (POST, b"X: y\r\n", b""),
+    "the body": (POST + b"Content-Length: 100000\r\n\r\n", b" ", b"408"),
+    "the second head": (FINE + POST, b"X: y\r\n", b"200"),
+}  # fmt: skip
+
+
+@cache
+def small_parts() -> ServiceParts:
+    return openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
+
+
+@asynccontextmanager
+async def punctual(connections: int = 8) -> AsyncIterator[int]:
+    """The port of a server, which still answers when the test is over."""
+    async with asyncio.timeout(AT_MOST), Service(small_parts()) as service:
+        config = uvicorn.Config(build(service), port=0, log_level="critical", lifespan="off", http=Punctual,
+                                limit_concurrency=connections)  # fmt: skip
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve())
+        while not server.started:  # noqa: ASYNC110  uvicorn sets no asyncio.Event
+            await asyncio.sleep(0.01)
+        port: int = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield port
+            assert b" 200 " in await answer(port, FINE.replace(b"Host", b"Connection: close\r\nHost"))
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def answer(port: int, sent: bytes) -> bytes:
+    """All that is answered until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        return await heard(reader)
+    finally:
+        writer.close()
+
+
+async def heard(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the connection is closed or reset."""
+    said = b""
+    with suppress(ConnectionResetError):
+        while piece := await reader.read(1 << 16):
+            said += piece
+    return said
+
+
+@pytest.mark.parametrize("what", TRICKLES)
+async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_trickles(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, drop, status = TRICKLES[what]
+    async with punctual() as port:
+        monkeypatch.setattr(arrival, "PATIENCE", SHORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(start)
+        answered = asyncio.create_task(heard(reader))
+        while not answered.done():
+            writer.write(drop)
+            await asyncio.wait([answered], timeout=SHORT / 20)
+        assert answered.result().split()[1:2] == ([status] if status else [])
+        writer.close()
+
+
+async def test_no_more_connections_than_allowed_are_open() -> None:
+    async with punctual(connections=3) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _ in range(5):
+            assert await answer(port, b"") == b""
+        for _, writer in silent:
+            writer.close()
+        for reader, _ in silent:
+            await reader.read()
+
+
+# The service of the example server, without HTTP: the errors that its users are told when something below it fails.
+
+
+POISON = 255
+
+
+@cache
+def poisonable() -> ServiceParts:
+    """A model that fails of one token."""
+    planned = openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
+    path = planned.path
+    assert isinstance(path, SchedulerPath)
+    forward = path.model.forward
+
+    def fragile(input_ids: Any, **options: Any) -> Any:
+        if (input_ids == POISON).any():
+            raise ArithmeticError("poisoned")
+        return forward(input_ids=input_ids, **options)
+
+    path.model.forward = fragile
+    return planned
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Service]:
+    async with Service(poisonable()) as service:
+        yield service
+
+
+def ask(prompt: Any = "Hello", **more: Any) -> ParsedRequest:
+    return parse(json.dumps({"model": "random-qwen3", "temperature": 0, "prompt": prompt, **more}).encode(), chat=False)
+
+
+async def start(service: Service, wanted: ParsedRequest) -> Choices:
+    return service.generate(wanted, await service.tokens(wanted.prompt))
+
+
+async def text(service: Service, wanted: ParsedRequest) -> str:
+    choices = await start(service, wanted)
+    try:
+        return "".join([piece or "" async for _, piece in choices.pieces()])
+    finally:
+        choices.abort()
+
+
+async def test_a_model_that_fails_is_told_to_whom_it_failed_and_to_nobody_else() -> None:
+    async with served() as service:
+        expected = await text(service, ask())
+        with pytest.raises(ApiError, match="poisoned") as told:
+            await text(service, ask([1, 2, POISON]))
+        assert told.value.status == 500
+        assert await text(service, ask()) == expected
+        assert service.failure is None
+        assert (await service.statistics())["requests"]["ended"] == {"length": 2, "failed": 1}
+
+
+async def test_a_cache_that_is_gone_is_told_and_seen() -> None:
+    async with served() as service:
+        assert service.failure is None
+        await service.served.path.ask(AsyncCache.aclose)
+        assert service.failure == "the cache is closed"
+        with pytest.raises(ApiError) as told:
+            await text(service, ask())
+        assert told.value.status == 503
+
+
+async def test_usage_counts_no_token_after_a_stop_string() -> None:
+    async with served() as service:
+        whole = await text(service, ask(max_tokens=40))
+        choices = await start(service, ask(max_tokens=200, stop=whole[5]))
+        (generation,) = choices.all
+        said = "".join([piece async for piece in generation])
+        assert generation.reason == "stop"
+        assert said == whole[: whole.index(whole[5])]
+        made = choices.usage["completion_tokens"]
+        assert made < 40
+        await text(service, ask("Steps go on"))
+        choices.abort()
+        assert choices.usage["completion_tokens"] == made
+
+
+async def test_who_is_cut_short_is_told_and_nobody_else_comes_in() -> None:
+    async with served() as service:
+        choices = await start(service, ask(max_tokens=200))
+        pieces = choices.pieces()
+        await anext(pieces)
+        service.cut()
+        with pytest.raises(ApiError, match="closing"):
+            [piece async for piece in pieces]
+        with pytest.raises(ApiError, match="closing") as told:
+            await start(service, ask())
+        assert told.value.status == 503
+        choices.abort()
+        assert (await service.statistics())["requests"] == {"live": 0, "ended": {"aborted": 1}}

@@ -43,7 +43,7 @@ def one(samples: Samples, name: str, **labels: str) -> float:
 
 async def test_a_scrape_says_what_happened() -> None:
     backend = MemoryBackend()
-    async with opened(settings(device=8, host=8, swa=8), storage=backend) as cache:
+    async with opened(settings(device=8, host=8, swa=8, eviction="lru"), storage=backend) as cache:
         registry = registered(cache)
         for seed in (0, 0, 1, 2):
             await serve(cache, text(4, seed=seed, extra=1), pools=("full", "swa"))
@@ -63,6 +63,12 @@ async def test_a_scrape_says_what_happened() -> None:
         assert one(samples, "stage_latency_seconds_count", stage="backup_host") == statistics.stages["backup_host"].ops
         assert one(samples, "evicted_pages_total", tier="device") == statistics.core.evicted_device > 0
         assert one(samples, "queue_depth", queue="backup_host") == 0
+        buckets = sorted((float(dict(labels)["le"]), value) for (name, labels), value in samples.items()
+                         if name == "asynccache_stage_latency_seconds_bucket" and ("stage", "backup_host") in labels)
+        counts = [count for _, count in buckets]
+        assert counts == sorted(counts), "they are cumulative, and end with all"
+        assert buckets[-1] == (float("inf"), statistics.stages["backup_host"].ops)
+        assert not any(name.startswith("asynccache_eviction_") for name, _ in samples), "lru learns nothing"
         assert one(samples, "storage", backend="MemoryBackend", figure="pages") == len(backend._stored)
         assert one(samples, "storage_breaker", backend="MemoryBackend", asynccache_storage_breaker="closed") == 1
         assert one(samples, "storage_breaker", backend="MemoryBackend", asynccache_storage_breaker="open") == 0
@@ -94,12 +100,6 @@ async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series
         assert shares == sorted(shares)
         assert shares[0] > 0.8
         assert one(samples, "eviction_worth", kind="used once", age="1") > 0
-
-
-async def test_lru_learns_nothing_and_has_no_such_series() -> None:
-    async with opened(settings(eviction="lru")) as cache:
-        await serve(cache, text(4))
-        assert not any(name.startswith("asynccache_eviction_") for name, _ in scrape(registered(cache)))
 
 
 async def test_pins_are_what_cannot_go() -> None:
@@ -149,20 +149,6 @@ def test_a_latency_falls_into_the_bucket_that_holds_it() -> None:
     assert counts[-2:] == (1, 1)
     assert len(counts) == len(BOUNDS_MS) + 1
     assert meter.histogram().total_ms == pytest.approx(20_001.12)
-
-
-async def test_buckets_are_cumulative_and_end_with_all() -> None:
-    async with opened(settings(host=16)) as cache:
-        registry = registered(cache)
-        await serve(cache, text(4))
-        await settled(cache)
-        samples = scrape(registry)
-    buckets = sorted(
-        (float(dict(labels)["le"]), value) for (name, labels), value in samples.items()
-        if name == "asynccache_stage_latency_seconds_bucket" and ("stage", "backup_host") in labels
-    )
-    assert [count for _, count in buckets] == sorted(count for _, count in buckets)
-    assert buckets[-1] == (float("inf"), one(samples, "stage_latency_seconds_count", stage="backup_host"))
 
 
 async def test_several_stores_are_told_apart() -> None:

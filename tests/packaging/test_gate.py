@@ -69,11 +69,6 @@ def test_slow_tests_of_a_file_stay_together_and_a_long_one_goes_by_itself() -> N
     assert [test.name for test in deal(tests, 2)] == [4, 5, 0, 2, 1, 3]
 
 
-@pytest.mark.parametrize("tests", [[], [Job(0, 0, 1.0)], [Job(0, 0, 1.0), Job(1, 0, 9.0), Job(2, 1, 9.0)]])
-def test_few_tests_are_all_there(tests: list[Job]) -> None:
-    assert sorted(deal(tests, 4)) == tests
-
-
 # folders that are slow
 
 

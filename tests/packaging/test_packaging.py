@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 
 import asynccache
 from asynccache.extras import BRINGS
-from asynccache.version import VERSION
 
 # The package as it is installed: two commands, one torch, plug-ins by entry point, a gate that is strict.
 
@@ -87,11 +86,6 @@ def test_hints_name_what_the_extras_bring() -> None:
     assert told == [ROOT / "asynccache" / "extras.py"]      # which says why not
 
 
-def test_the_package_is_the_command() -> None:
-    ran = subprocess.run([sys.executable, "-m", "asynccache", "--version"], cwd=ROOT, capture_output=True, text=True)
-    assert ran.stdout == f"asynccache {VERSION}, pure core\n"
-
-
 # Imports: torch, and whatever else is large, is loaded when it is used, and not when a name is imported.
 
 
@@ -153,14 +147,6 @@ def test_a_store_is_looked_at_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tree_is_measured_without_torch() -> None:
-    few = "from benchmarks import tree, tree_calls\ntree_calls.PROMPTS = tree_calls.CONVERSATIONS = 4\n"
-    few += "tree_calls.CONTINUATIONS = tree_calls.TURNS = 2\ntree_calls.EVICTED = 64\ntree_calls.MEMORY_NODES = 400\n"
-    measured = loaded_by(few + "tree.main(['--shapes', '0', '--quiet'])")
-    assert not measured & {"torch", "numpy", "rich"}
-
-
-@pytest.mark.slow
 def test_a_cache_loads_torch_when_it_is_made_and_its_name_does_not() -> None:
     """Else the tests above could not fail."""
     assert "torch" not in loaded_by("import asynccache\nasynccache.AsyncCache")
@@ -213,65 +199,38 @@ def brought_by(extra: str) -> set[str]:
     return found
 
 
-def without_others(extra: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command of ours where only this extra is installed."""
+def hidden_beside(extra: str) -> list[str]:
+    """The modules that are not there where only this extra is installed."""
     there = brought_by(extra)
     hidden = {module for module, names in packages_distributions().items()
               if not any(re.sub(r"[-_.]+", "-", name).lower() in there for name in names)}
     assert {"prometheus_client", "uvicorn", "transformers"} <= hidden
-    program = f"NAMES = {sorted(hidden)!r}\n{HIDING}"
-    return subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=120,
-                          check=False)
+    return sorted(hidden)
+
+
+RUN = "stress --requests 5"
+TORCH = r"No module named 'torch'; pip install 'torch>=2.4'"
 
 
 @pytest.mark.slow(3)
-def test_the_demo_needs_the_extra_cli_alone(tmp_path: Path) -> None:
-    """``make demo`` installs nothing else, and is the first thing that README has one do."""
-    done = without_others("cli", "stress", "--requests", "5", "--storage", f"file:{tmp_path}/store")
-    assert done.returncode == 0, done.stderr
-    assert "stress OK" in done.stdout
-
-
-@pytest.mark.slow(3)
-def test_serving_where_nothing_can_serve_is_a_sentence() -> None:
-    done = without_others("cli", "stress", "--requests", "5", "--serve", "0")
-    assert done.returncode == 2
-    assert "--serve: No module named 'uvicorn'; pip install 'prometheus-client>=0.20' 'uvicorn>=0.34'" in done.stderr
-
-
-def without_torch(*command: str) -> subprocess.CompletedProcess[str]:
-    """A command of ours where torch is not installed."""
-    program = f"NAMES = ['torch']\n{HIDING}"
-    return subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=120,
-                          check=False)
-
-
-@pytest.mark.slow(3)
-@pytest.mark.parametrize("command", [["stress", "--requests", "1"], ["replay", "examples/trace.jsonl"]])
-def test_a_missing_torch_is_named_as_any_missing_extra_is(command: list[str]) -> None:
-    done = without_torch(*command)
-    assert done.returncode == 2
-    said = f"asynccache: {command[0]} needs torch. No module named 'torch'; pip install 'torch>="
-    assert done.stderr.startswith(said)
-    assert "bug" not in done.stderr
-
-
-@pytest.mark.slow(3)
-def test_doctor_says_how_torch_is_installed() -> None:
-    done = without_torch("doctor")
-    assert done.returncode == 0, done.stderr
-    assert "torch     No module named 'torch'; pip install 'torch>=2.4' --index-url" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-@pytest.mark.slow(3)
-@pytest.mark.parametrize("command", [
-    ["plan", "examples/trace.jsonl"], ["config", "schema"], ["bench", "store", "--bytes", "1MiB", "--page-sizes",
-                                                             "64KiB", "--repeat", "1"],
+@pytest.mark.parametrize(("lacking", "command", "status", "said"), [
+    ("", f"{RUN} --storage file:FOLDER/store", 0, "stress OK"),      # make demo, which README has one do first
+    ("", f"{RUN} --serve 0", 2, "--serve: No module named 'uvicorn'; pip install 'prometheus-client>=0.20' 'uvicorn>="),
+    ("torch", RUN, 2, f"asynccache: stress needs torch. {TORCH}"),
+    ("torch", "replay examples/trace.jsonl", 2, f"asynccache: replay needs torch. {TORCH}"),
+    ("torch", "doctor", 0, f"torch     {TORCH} --index-url"),
+    ("torch", "plan examples/trace.jsonl", 0, ""),
+    ("torch", "bench store --bytes 1MiB --page-sizes 64KiB --repeat 1", 0, ""),
 ])  # fmt: skip
-def test_what_needs_no_torch_does_without(command: list[str]) -> None:
-    done = without_torch(*command)
-    assert done.returncode == 0, done.stderr
+def test_a_command_does_without_what_it_does_not_need_and_names_what_it_does(
+    lacking: str, command: str, status: int, said: str, tmp_path: Path
+) -> None:
+    """Where only the extra ``cli`` is installed, or all but torch."""
+    program = f"NAMES = {[lacking] if lacking else hidden_beside('cli')!r}\n{HIDING}"
+    done = subprocess.run([sys.executable, "-c", program, *command.replace("FOLDER", str(tmp_path)).split()], cwd=ROOT,
+                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert (done.returncode, said in done.stdout + done.stderr, "bug" in done.stderr) == (status, True, False), done
+    assert command != "doctor" or max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.slow(3)

@@ -142,15 +142,6 @@ def test_versions_and_changelog_agree() -> None:
     assert re.search(rf"\b{re.escape(PROJECT['version'])}\b", headings[0])
 
 
-def test_every_package_says_that_it_has_types() -> None:
-    for folder in (
-        "asynccache", "backends/asynccache_backends",
-        "scheduler_shim/asynccache_shim", "scheduler_shim/asynccache_hf", "scheduler_shim/asynccache_vllm",
-        "scheduler_shim/asynccache_sglang",
-    ):  # fmt: skip
-        assert (ROOT / folder / "py.typed").is_file()
-
-
 def tracked() -> set[str]:
     """The files that git has here: none, if this is no clone."""
     git = path_of("git", install="apt-get install git", missing=NowhereRequired)
@@ -164,6 +155,10 @@ def test_the_sdist_has_what_builds_tests_and_explains_it(built: Built) -> None:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert names >= tracked() | {"pyproject.toml", "README.md", "tests/packaging/test_release.py"}
     assert not [name for name in names if "__pycache__" in name or name.startswith((".git/", ".venv/", "build/"))]
+    with tarfile.open(built.sdist) as archive:
+        packed = archive.extractfile(f"{archive.getnames()[0].split('/')[0]}/LICENSE")
+        assert packed is not None
+        assert packed.read() == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.slow
@@ -172,8 +167,10 @@ def test_the_wheel_has_every_module_and_mark_of_types_and_nothing_else(built: Bu
     sources = {re.sub(r"^(backends|scheduler_shim)/", "", path) for path in tracked()}
     assert names >= {path for path in sources if path.split("/")[0] in PACKAGES}
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
-    for package in PACKAGES:
-        assert f"{package}/py.typed" in names
+    assert names >= {f"{package}/py.typed" for package in PACKAGES}
+    archive = zipfile.ZipFile(built.wheel)
+    (licence,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+    assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.slow
@@ -187,27 +184,6 @@ def test_what_installing_it_pulls_is_little(built: Built) -> None:
     assert found.get_all("License-File") == ["LICENSE"]
     assert found["Version"] == asynccache.__version__
     assert found["Requires-Python"] == PROJECT["requires-python"]
-
-
-@pytest.mark.slow
-def test_both_archives_have_the_licence(built: Built) -> None:
-    licence = (ROOT / "LICENSE").read_bytes()
-    wheel = zipfile.ZipFile(built.wheel)
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
-    assert wheel.read(name) == licence
-    with tarfile.open(built.sdist) as archive:
-        (member,) = (m for m in archive.getmembers() if m.name.count("/") == 1 and m.name.endswith("/LICENSE"))
-        packed = archive.extractfile(member)
-        assert packed is not None
-        assert packed.read() == licence
-
-
-@pytest.mark.slow
-def test_what_pip_misses_is_what_the_core_needs(clean: Clean) -> None:
-    """In a fresh environment that has the wheel and nothing else, pip itself names what has to come with it."""
-    pip = (sys.executable, "-m", "pip", "--python", clean.bare / "bin" / "python", "--disable-pip-version-check")
-    said = run(*pip, "check", cwd=clean.bare, check=False).stdout
-    assert set(re.findall(r"^asynccache \S+ requires (\S+), which is not installed", said, re.MULTILINE)) == CORE
 
 
 @pytest.mark.slow

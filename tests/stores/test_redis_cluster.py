@@ -15,8 +15,7 @@ from redis.crc import key_slot
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, same
-from tests.cli.rank_runs import PP2, TP2, Shape, hits, run, sound
-from tests.cli.test_cli_rank_processes import FEW
+from tests.cli.rank_runs import FEW, PP2, TP2, Shape, hits, run, sound
 from tests.storage.page_kit import get, put
 from tests.stores.kinds import backend_at, opened
 from tests.stores.redis_server import RedisCluster, RedisServer
