@@ -25,6 +25,7 @@ from asynccache.core.plan import Clone, Compute, More, Outcome, Status
 from asynccache.core.settings import SLICE_STEPS
 from asynccache.core.tree import Node, Root
 from asynccache.errors import CacheFull, ConfigError, InvariantViolation
+from tests.core.core_kit import granted
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 # Laws that a compiler could break. They hold for the source and for the modules that are compiled from it.
@@ -75,7 +76,6 @@ def test_an_argument_of_another_type_raises_before_anything_has_changed(call: An
         call(run.core)
     assert not isinstance(raised.value, ConfigError)
     assert run.core.statistics() == before
-    run.audit(idle=True)
 
 
 def test_stamps_may_be_larger_than_a_machine_word() -> None:
@@ -93,6 +93,7 @@ class Refuses(EvictionPolicy):
         raise LookupError("of its own")
 
 
+@pytest.mark.usefixtures("breaks_a_core")
 def test_an_exception_of_somebody_elses_policy_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(settings.POLICIES, "refuses", lambda config: Refuses())
     run = runtime(eviction="refuses")
@@ -239,7 +240,6 @@ def test_numbers_may_be_larger_than_a_machine_word(number: int) -> None:
         core.advance(grant.lease, number)
         core.truncate(grant.lease, number)
         core.release(grant.lease)
-    run.audit(idle=True)
 
 
 # SlotPool against a plain list: the same multiset of slots whatever is taken and given, and none twice.
@@ -338,16 +338,12 @@ def test_all_pages_are_listed_in_slices_also_those_that_leave_between_them() -> 
 def test_pages_of_a_batch_that_fails_while_they_are_listed_are_on_the_list() -> None:
     """A backup may have written them already."""
     run = SynchronousRuntime(core_config())
-    batch = run.lease(spell("abcd"))
-    assert batch is not None
+    batch = granted(run, "abcd")
     batch.compute(4 * run.page, True)
     assert batch.commit(computed=False)
     listing = run.core.listing(SPACE)
     run.tell(*run.in_flight(Compute))
     assert len(listed(run, listing).hashes) == 4
-    batch.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_one_leaves() -> None:
@@ -378,5 +374,3 @@ def test_a_probe_copies_nothing() -> None:
         run.perform(answer.plan)
         run.settle()
         run.perform(run.core.release(answer.lease))
-    run.settle()
-    run.audit(idle=True)

@@ -13,6 +13,7 @@ from asynccache.core.leases import Leases
 from asynccache.core.ledger import NOWHERE
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, More, Publish
 from asynccache.core.settings import ComponentSlots
+from tests.core.core_kit import forget, granted, reach, take, written
 from tests.simulated.fetching import Fetch, open_fetch
 from tests.simulated.synchronous import SPACE, SWA, Running, SynchronousRuntime, _stored, core_config, spell
 
@@ -37,23 +38,12 @@ def insert(run: SynchronousRuntime, text: str, shared: int | None = None, ended:
     request.release(ended=ended)
 
 
-def take(run: SynchronousRuntime, pages: int) -> None:
-    """A request that needs so many pages and shares nothing."""
-    request = run.lease(b"", new=pages * run.page)
-    assert request is not None
-    request.release()
-
-
-def reach(run: SynchronousRuntime, *texts: str) -> list[int]:
-    return [run.reach(text)[0] for text in texts]
-
-
 def what_is_shared_stays() -> None:
     """Nobody else has asked for it yet, so the tree alone could not tell."""
     run = runtime()
     insert(run, "mnop")
     insert(run, "abcdefgh", shared=4, ended=True)
-    take(run, 8)
+    take(run, 8).release()
     assert reach(run, "mnop", "abcdX") == [4, 4]
 
 
@@ -62,7 +52,7 @@ def what_is_shared_is_cut_off_also_where_the_prompt_is_a_hit() -> None:
     insert(run, "mnop")
     insert(run, "abcdefgh")
     insert(run, "abcdefghij", shared=4, ended=True)
-    take(run, 8)
+    take(run, 8).release()
     assert reach(run, "mnop", "abcdX") == [4, 4]
 
 
@@ -71,7 +61,7 @@ def what_is_private_goes_also_where_it_forks() -> None:
     insert(run, "abcdef")
     insert(run, "mnop")
     insert(run, "abcdgh", shared=2, ended=True)
-    take(run, 10)
+    take(run, 10).release()
     assert reach(run, "mnop", "abX") == [4, 2]
 
 
@@ -80,7 +70,7 @@ def where_nobody_says_it_ends_at_the_last_fork() -> None:
     insert(run, "abcdef")
     insert(run, "mnop")
     insert(run, "abcdgh", ended=True)
-    take(run, 6)
+    take(run, 6).release()
     assert reach(run, "abcdef", "mnop", "abcdgh") == [6, 4, 4]
 
 
@@ -89,8 +79,8 @@ def who_uses_an_ended_node_keeps_it() -> None:
     insert(run, "mnop")
     insert(run, "abcdef", ended=True)
     insert(run, "abcdgh")
-    take(run, 4)
-    take(run, 8)
+    take(run, 4).release()
+    take(run, 8).release()
     assert reach(run, "mnop", "abcdX") == [0, 4]
 
 
@@ -117,6 +107,7 @@ RULES = (what_is_said_is_not_heard, everything_is_private)
 
 @pytest.mark.source
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.usefixtures("breaks_a_core")
 def test_a_rule_that_is_left_out_is_noticed(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     failed = []
@@ -146,7 +137,6 @@ def test_paths_that_the_host_could_never_hold_do_not_take_turns_on_it() -> None:
     run.flush()
     assert run.unsaved() == (2, 0)
     assert run.reach("abc!") == run.reach("xyz!") == (4, 4)
-    run.audit(idle=True)
 
 
 @pytest.mark.parametrize("components", ["full,swa", "full,mamba", "full,swa,mamba"])
@@ -156,7 +146,6 @@ def test_auxiliary_pages_below_them_change_nothing(components: str) -> None:
     run.insert("abc!", checkpoint=4 if "mamba" in components else 0)
     run.flush()
     assert run.unsaved() == (2, 0)
-    run.audit(idle=True)
 
 
 def test_what_the_host_can_hold_by_turns_is_all_saved() -> None:
@@ -165,7 +154,6 @@ def test_what_the_host_can_hold_by_turns_is_all_saved() -> None:
         run.insert(text)
     run.flush()
     assert run.unsaved() == (0, 0)
-    run.audit(idle=True)
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
@@ -183,7 +171,6 @@ def test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_devi
     assert run.core.world.condemned_pages, "the host's room is taken by what was saved ahead"
     run.flush()
     assert run.unsaved() == (0, 0)
-    run.audit(idle=True)
 
 
 @pytest.mark.slow(2)
@@ -216,7 +203,6 @@ def test_a_prefetch_below_what_no_host_holds_copies_nothing_and_leaves_no_effect
     assert run.reach("abc") == (3, 3)
     assert open_fetch(run, spell("abc!def")) == Skip("the host is too small for the anchor")
     assert not any(run.core.statistics().operations.values()), "nobody would be told of it"
-    run.audit(idle=True)
 
 
 def drain_with(run: SynchronousRuntime, refused: set[bytes]) -> Unsaved:
@@ -251,7 +237,6 @@ def test_a_page_that_storage_always_refuses_does_not_stop_the_drain_of_the_other
     for text in "abcdefghijklmn":
         run.insert(text)
     assert drain_with(run, refused) == (0, 1)
-    run.audit(idle=True)
 
 
 # Room on the host that a call gives back: backups that waited for it begin, and removals are announced.
@@ -282,8 +267,6 @@ def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off()
     fetch.release()
     assert run.in_flight(BackupHost), "the pages are free, and nobody tried again"
     assert run.core.statistics().deferred_backups == 0
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
@@ -296,14 +279,11 @@ def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
     fetch = open_fetch(run, spell("abcd"))
     assert isinstance(fetch, Fetch)
     fetch.take_full(2)
-    while isinstance(answer := run.core.invalidate(SPACE), More):
-        run.perform(answer.plan)
-    run.perform(answer)
+    forget(run, SPACE)
     plan = fetch.commit(16)
     gone = [effect for effect in plan.effects if isinstance(effect, Publish) and effect.medium is Medium.CPU]
     assert [effect.stored for effect in gone] == [False]
     assert run.core.complete(()).effects == ()
-    run.audit(idle=True)
 
 
 def narrow(components: str, host: int) -> SynchronousRuntime:
@@ -316,16 +296,10 @@ def narrow(components: str, host: int) -> SynchronousRuntime:
 
 def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
     run = narrow("full,mamba", 0)
-    request = run.lease(spell("abcd"))
-    assert request is not None
-    request.compute(16)
-    assert request.commit()
+    request = written(run, "abcd")
     run.settle()
     assert request.commit(checkpoint=16)
     assert run.core.statistics().deferred_backups == 0, "the host has no room for states, now or ever"
-    request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 @pytest.mark.parametrize("text", ["abcde", "abcdefghijklmno"])
@@ -334,29 +308,23 @@ def test_of_what_fits_the_host_only_in_parts_the_window_is_saved(text: str) -> N
     run.insert(text)
     run.settle()
     assert run.core.statistics().host[SWA].free == 0, "a window has three pages, and so many the host holds"
-    push_out = run.lease(spell("z" * 64))
-    assert push_out is not None
+    push_out = granted(run, "z" * 64)
     push_out.release()
     assert run.reach(text) == (0, len(text))
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_of_a_path_that_is_longer_than_the_host_the_start_is_saved() -> None:
     run = SynchronousRuntime(core_config(host=4))
-    request = run.lease(spell("abcdefgh"))
-    assert request is not None
+    request = granted(run, "abcdefgh")
     for end in (12, 24, 32):
         request.compute(end)
         assert request.commit()
     request.release()
     run.settle()
     assert run.core.statistics().deferred_backups == 0
-    push_out = run.lease(spell("z" * 64))
-    assert push_out is not None
+    push_out = granted(run, "z" * 64)
     push_out.release()
     assert run.reach("abcdefgh") == (0, 3)
-    run.audit(idle=True)
 
 
 @pytest.mark.parametrize("host", [0, 64])
@@ -364,8 +332,7 @@ def test_what_is_forgotten_leaves_when_its_last_holder_goes_however_much_it_is(h
     run = SynchronousRuntime(core_config(device=64, host=host, slice_steps=4))
     holders = []
     for text in [f"a{chr(i)}" for i in range(40)]:
-        request = run.lease(spell(text))
-        assert request is not None
+        request = granted(run, text)
         request.compute(8)
         assert request.commit()
         holders.append(request)
@@ -382,15 +349,13 @@ def test_what_is_forgotten_leaves_when_its_last_holder_goes_however_much_it_is(h
     run.prompt = True
     run.perform(run.core.follow_up())
     assert run.core.statistics().nodes == 0, "some are left, and nobody is told to go on"
-    run.audit(idle=True)
 
 
 def test_a_release_of_what_is_forgotten_looks_at_its_own_path_alone() -> None:
     run = SynchronousRuntime(core_config(device=256, host=0))
     holders = []
     for i in range(200):
-        request = run.lease(spell(chr(i)))
-        assert request is not None
+        request = granted(run, chr(i))
         request.compute(4)
         assert request.commit()
         holders.append(request)
@@ -410,12 +375,9 @@ def forgotten(texts: list[str], **options: Any) -> tuple[SynchronousRuntime, lis
     for text in texts:
         for end in range(1, len(text) + 1):
             run.insert(text[:end])
-        request = run.lease(spell(text), limit=len(text) * run.page)
-        assert request is not None
+        request = granted(run, text, limit=len(text) * run.page)
         held.append(request)
-    while isinstance(answer := run.core.invalidate(SPACE), More):
-        run.perform(answer.plan)
-    run.perform(answer)
+    forget(run, SPACE)
     assert not run.core.behind
     run.prompt = False
     return run, held
@@ -434,7 +396,6 @@ def test_all_that_is_left_of_a_forgotten_namespace_is_given_back_however_small_t
     run, (request,) = forgotten(["abcdefgh"])
     request.release()
     assert follow_up(run) > 2
-    run.audit(idle=True)
 
 
 def test_what_is_given_back_behind_a_pass_that_is_under_way_is_dropped_by_the_next_one() -> None:
@@ -443,8 +404,7 @@ def test_what_is_given_back_behind_a_pass_that_is_under_way_is_dropped_by_the_ne
         first.release()
         for _ in range(3):
             run.perform(run.core.follow_up())
-    follow_up(run)
-    run.audit(idle=True)
+    assert follow_up(run) < 40
 
 
 def test_nobody_follows_up_for_ever_where_a_request_holds_a_forgotten_namespace() -> None:
@@ -456,4 +416,3 @@ def test_nobody_follows_up_for_ever_where_a_request_holds_a_forgotten_namespace(
     assert follow_up(run) < 40
     second.release()
     follow_up(run)
-    run.audit(idle=True)

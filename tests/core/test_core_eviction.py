@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import Grant
 from asynccache.core.eviction import Order, Recency, withdraw
 from asynccache.core.match import Matches
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Status
@@ -20,28 +19,11 @@ from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root, walk
 from asynccache.core.world import EARLY, LATE, World
-from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
+from tests.core.core_kit import granted, reach, runtime, take, take_beside_full
+from tests.simulated.synchronous import MAMBA, SPACE, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
 # ahead, and what is never evicted.
-
-
-def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, **options))
-
-
-def take(run: SynchronousRuntime, pages: int, states: int = 0) -> Running:
-    """A request that needs so many pages and shares nothing."""
-    request = run.lease(b"", new=pages * run.page, states=states)
-    assert request is not None
-    return request
-
-
-def take_swa(run: SynchronousRuntime, pages: int) -> None:
-    """A request that needs so many SWA pages and nothing else."""
-    answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=pages * run.page))
-    assert isinstance(answer, Grant)
-    run.perform(answer.plan)
 
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
@@ -65,8 +47,7 @@ def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
 
 def test_nothing_is_evicted_in_vain() -> None:
     run = runtime(device=12, host=0)
-    held = run.lease(spell("abcdefgh"))
-    assert held is not None
+    granted(run, "abcdefgh")
     run.insert("wxyz")
     assert run.lease(b"", new=5 * run.page) is None
     assert run.reach("wxyz")[0] == 4
@@ -103,7 +84,6 @@ def test_what_can_wait_may_have_a_whole_path_evicted_or_nothing_of_it(stored: bo
     run.insert("ijklmn")
     run.complete(*run.in_flight(BackupHost))
     assert [holds_host(run, text) for text in ("abcd", "abcdefgh", "ijklmn")] == [not stored, not stored, stored]
-    run.audit()
 
 
 def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
@@ -125,8 +105,7 @@ def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wa
         run.insert(text)
         run.insert(text)
         run.settle()
-    wanted = run.lease(spell("abcdX"))
-    assert wanted is not None
+    wanted = granted(run, "abcdX")
     cached = wanted.lease.cached // run.page
     wanted.release()
     run.settle()
@@ -134,7 +113,6 @@ def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wa
     run.settle()
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "mnop")] == [cached, 0, 4]
     assert cached >= 3
-    run.audit(idle=True)
 
 
 def test_an_allocation_waits_for_backups_rather_than_losing_pages() -> None:
@@ -281,9 +259,8 @@ def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
     run = runtime("full,swa", device=12, host=0, window=8)
     run.insert("abcd")
     run.insert("abcdefgh")
-    leaf = run.lease(spell("abcdefghX"))
-    assert leaf is not None
-    take_swa(run, 9)
+    leaf = granted(run, "abcdefghX")
+    take_beside_full(run, swa=9)
     found = run.match(spell("abcdX"))
     assert (found.device, found.full) == (0, 16)
     assert run.match(spell("abcdefgh")).device == 32
@@ -306,11 +283,10 @@ def test_evicting_swa_drags_mamba_along() -> None:
     run.insert("abcdefgh", checkpoint=8)
     run.settle()
     assert run.reach("abcdX") == (4, 4)
-    leaf = run.lease(spell("abcdefghX"))
-    assert leaf is not None
+    granted(run, "abcdefghX")
     run.settle()
     free = run.core.statistics().device[MAMBA].free
-    take_swa(run, 9)
+    take_beside_full(run, swa=9)
     assert run.core.statistics().device[MAMBA].free == free + 1
 
 
@@ -462,23 +438,12 @@ def narrow(swa: int, states: int = 16, components: str = "full,swa", window: int
     return SynchronousRuntime(replace(config, components=tuple(slots)))
 
 
-def reach(run: SynchronousRuntime, *texts: str) -> list[int]:
-    return [run.reach(text)[0] for text in texts]
-
-
-def take_narrow(run: SynchronousRuntime, swa: int = 0, states: int = 0) -> None:
-    """A request that needs so many SWA pages and states, and nothing else."""
-    answer = run.core.lease(run.ask(b"", states=states)._replace(reserve=0, reserve_swa=swa * run.page))
-    assert isinstance(answer, Grant)
-    run.perform(answer.plan)
-
-
 def short_windows() -> None:
     """Of two prompts of eight pages, ends need two each; the other twelve are given up."""
     run = narrow(swa=16)
     run.insert("abcdefgh")
     run.insert(OTHER)
-    take_narrow(run, swa=12)
+    take_beside_full(run, swa=12)
     assert reach(run, "abcdefgh", OTHER) == [8, 8]
 
 
@@ -488,7 +453,7 @@ def an_end_that_somebody_went_on_from() -> None:
     run.insert(OTHER)
     run.insert("abcdefgh")
     run.insert("abcdefghijklmnop")
-    take_narrow(run, swa=20)
+    take_beside_full(run, swa=20)
     assert reach(run, OTHER, "abcdefghijklmnop") == [8, 16]
 
 
@@ -499,7 +464,7 @@ def a_fork() -> None:
         run = narrow(swa=24)
         for text in texts:
             run.insert(text)
-        take_narrow(run, swa=swa)
+        take_beside_full(run, swa=swa)
         assert reach(run, "abcdefghX", *texts) == left
 
 
@@ -508,8 +473,8 @@ def the_deeper_is_not_the_colder() -> None:
     run = narrow(swa=8, window=4)
     run.insert("abcdef")
     run.insert("abcdefgh")
-    take_narrow(run, swa=2)
-    take_narrow(run, swa=1)
+    take_beside_full(run, swa=2)
+    take_beside_full(run, swa=1)
     (root,) = run.core.world.roots.values()
     path, _ = walk(root, spell("abcdefgh"), 0, 4 * run.page)
     assert [node.state[1] for node in path] == [ABSENT, ABSENT, PRESENT]
@@ -521,7 +486,7 @@ def states_of_ends() -> None:
     run.insert(OTHER, checkpoint=8, states=2)
     run.insert("abcd", checkpoint=4, states=2)
     run.insert("abcdefgh", checkpoint=8, states=2)
-    take_narrow(run, states=4)
+    take_beside_full(run, states=4)
     assert reach(run, OTHER, "abcdefgh", "abcdX") == [8, 8, 0]
 
 
@@ -578,6 +543,7 @@ RULES = (new_cells_count_as_used, ends_are_not_told_when_a_request_is_over, what
 
 @pytest.mark.source
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.usefixtures("breaks_a_core")
 def test_a_rule_that_is_left_out_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,19 +22,10 @@ from asynccache.core.plan import (
     Wait,
 )
 from asynccache.errors import CacheFull, InvariantViolation
+from tests.core.core_kit import COMPONENTS, forget, granted, runtime
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
 # Leases: all or nothing, pins, splits under a pin, private copies, commits, duplicates, early release, load_back.
-
-
-def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, **options))
-
-
-def granted(run: SynchronousRuntime, text: str, new: int = 0, **options: Any) -> Running:
-    request = run.lease(spell(text), new, **options)
-    assert request is not None
-    return request
 
 
 def evicted(components: str = "full", **options: Any) -> SynchronousRuntime:
@@ -42,8 +33,7 @@ def evicted(components: str = "full", **options: Any) -> SynchronousRuntime:
     run = runtime(components, **({"device": 16, "host": 64, "states": 4} | options))
     run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
     run.flush()
-    everything = run.lease(b"", new=run.config.components[0].device * run.page, states=4)
-    assert everything is not None
+    everything = granted(run, b"", new=run.config.components[0].device * run.page, states=4)
     everything.release()
     assert run.reach("abcdefgh") == (0, 8)
     return run
@@ -87,7 +77,6 @@ def test_release_is_idempotent() -> None:
     request = granted(run, "abc")
     request.release()
     assert run.core.release(request.lease) == Plan()
-    run.audit(idle=True)
 
 
 def test_a_release_tells_that_pages_are_free() -> None:
@@ -116,9 +105,8 @@ def test_a_fresh_leaf_is_cut_so_that_its_tail_is_one_window() -> None:
     run.insert("abcdefghijkl")
     before = run.core.statistics().nodes
     assert before == 2
-    reader = granted(run, "abcdefghijklX")
+    granted(run, "abcdefghijklX")
     assert run.core.statistics().nodes == before
-    reader.release()
 
 
 # commit
@@ -163,8 +151,6 @@ def test_pages_of_a_window_that_a_commit_cannot_use_retire() -> None:
     (effect,) = [effect for effect in answer.plan.effects if isinstance(effect, Retire)]
     run.core.complete([Outcome(effect.op, Status.DONE)])
     assert run.core.statistics().device[1].free == free + 1
-    run.core.release(grant.lease)
-    run.audit(idle=True)
 
 
 def test_a_release_may_retire_its_own_pages() -> None:
@@ -218,8 +204,6 @@ def test_advance_keeps_full_pinned_and_lets_swa_of_the_match_go() -> None:
     after = run.core.statistics().device
     assert after[0] == before[0]
     assert after[1].evictable == before[1].evictable + 2
-    reader.release()
-    run.audit(idle=True)
 
 
 def test_truncate_gives_back_rejected_tokens() -> None:
@@ -239,7 +223,6 @@ def test_extend_grows_or_says_full_and_changes_nothing() -> None:
     before = run.core.statistics()
     assert isinstance(run.core.extend(request.lease, 36, 36), Wait)
     assert run.core.statistics() == before
-    request.release()
 
 
 # MAMBA
@@ -346,10 +329,9 @@ def test_an_ended_conversation_goes_first_although_it_waits_in_an_order_already(
     run.insert("wxyz")
     request = granted(run, "wxyzX")
     request.release(ended=True)
-    hog = granted(run, "stuvwX")
+    granted(run, "stuvwX")
     assert run.reach("wxyz")[0] < 4
     assert run.reach("abcd") == (4, 4)
-    hog.release()
 
 
 def test_an_ended_conversation_leaves_the_host_first_too() -> None:
@@ -372,9 +354,7 @@ def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
     run.insert("abcd", space=other)
     run.insert("abcd")
     reader = granted(run, "abcdX")
-    while not isinstance(plan := run.core.invalidate(reader.space), Plan):
-        run.perform(plan.plan)
-    run.perform(plan)
+    forget(run, reader.space)
     assert run.reach("abcd") == (0, 0)
     assert run.reach("abcd", other) == (4, 4)
     reader.verify()
@@ -384,8 +364,6 @@ def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
     assert run.reach("abcdX") == (0, 0)
     run.insert("abcd")
     assert run.reach("abcd") == (4, 4)
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_an_outcome_for_nothing_is_a_bug() -> None:
@@ -426,9 +404,6 @@ def test_a_checkpoint_that_is_not_the_leases_own_changes_nothing() -> None:
         run.core.commit(request.lease, spell("abcd"), b"", (16, given))
     run.audit()
     assert run.core.statistics() == before
-    request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned() -> None:
@@ -448,10 +423,6 @@ def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned() -> None:
     assert not isinstance(answer, More)
     run.perform(answer)
     assert run.core.statistics().nodes == 40
-    for request in held:
-        request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
@@ -460,7 +431,7 @@ def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
     late.compute(16)
     run.insert("abcdefgh")
     run.flush()
-    long = granted(run, "abcdefghi")  # pins FULL of it all, and the window at its end
+    granted(run, "abcdefghi")  # pins FULL of it all, and the window at its end
     ask = LeaseRequest(SPACE, spell("x"), 0, 4, 17 * run.page)  # takes the other window pages, and nothing of FULL
     greedy = run.core.lease(ask)
     assert isinstance(greedy, Grant)
@@ -473,11 +444,6 @@ def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
     assert not late.commit()
     run.fail(*loads)
     assert late.commit()
-    late.release()
-    other.release()
-    long.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_shorter_match_is_not_granted_while_a_longer_one_waits_for_a_backup() -> None:
@@ -486,8 +452,7 @@ def test_a_shorter_match_is_not_granted_while_a_longer_one_waits_for_a_backup() 
     )
     run.insert("abcd", checkpoint=4)
     run.flush()
-    everything = run.lease(b"", new=16 * run.page, states=4)
-    assert everything is not None
+    everything = granted(run, b"", new=16 * run.page, states=4)
     everything.release()
     run.insert("ab", checkpoint=2)
     run.drain()
@@ -498,10 +463,6 @@ def test_a_shorter_match_is_not_granted_while_a_longer_one_waits_for_a_backup() 
     run.settle()
     request = granted(run, "abcde", states=3)
     assert request.lease.cached == 16
-    run.settle()
-    request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
@@ -516,16 +477,12 @@ def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
 # announced; who holds some of it is told, and keeps it until the end.
 
 
-KINDS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
-
-
 def windowed(components: str = "full", **options: Any) -> SynchronousRuntime:
     return SynchronousRuntime(core_config(components, **({"window": 4} | options)))
 
 
 def enter(run: SynchronousRuntime, text: str) -> Running:
-    running = run.lease(spell(text))
-    assert running is not None
+    running = granted(run, text)
     run.complete(*[op for op in running.lease.loads if op in run.jobs])
     return running
 
@@ -560,7 +517,7 @@ def is_empty(run: SynchronousRuntime) -> bool:
     return all(shelf.free == shelf.capacity for shelf in (*shelves.device, *shelves.host))
 
 
-@pytest.mark.parametrize("components", KINDS)
+@pytest.mark.parametrize("components", COMPONENTS)
 def test_a_failed_batch_takes_what_it_published_and_all_below_it_out_of_the_tree(components: str) -> None:
     """In between the node was split, and another request has committed below both pieces."""
     run = windowed(components)
@@ -588,7 +545,7 @@ def test_a_failed_batch_takes_what_it_published_and_all_below_it_out_of_the_tree
 
 @pytest.mark.parametrize("acked", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("fails", [False, True], ids=["ran", "failed"])
-@pytest.mark.parametrize("components", KINDS)
+@pytest.mark.parametrize("components", COMPONENTS)
 def test_a_backup_counts_only_if_the_batch_ran_whichever_is_known_first(
     components: str, fails: bool, acked: bool
 ) -> None:
@@ -634,10 +591,6 @@ def test_pages_below_a_batch_that_is_not_over_are_not_saved_either() -> None:
     assert not list(run.in_flight(BackupStorage)), "a page that rests on a doubtful one would be stored"
     run.complete(*computing(run))
     assert reach(run, "abc") == 0
-    below.release()
-    again.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ran", "failed"])
@@ -660,7 +613,6 @@ def test_nothing_that_rests_on_the_state_of_a_batch_that_is_not_over_is_saved(fa
     run.settle()
     assert reach(run, "abc") == (0 if fails else 3)
     assert ((MAMBA, run.chain(SPACE, spell("abc"))[-1]) in run.storage) is not fails
-    run.audit(idle=True)
 
 
 def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
@@ -670,8 +622,7 @@ def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
     assert reach(run, "abcd") == 0
     assert run.lease(spell("uvwxyz")) is None, "some rank still writes to these pages"
     run.complete(*computing(run))
-    other = run.lease(spell("uvwxyz"))
-    assert other is not None
+    other = granted(run, "uvwxyz")
     other.release()
     assert is_empty(run)
 
@@ -687,8 +638,6 @@ def test_the_lease_of_a_failed_batch_is_told_even_if_the_tree_had_all_its_pages(
     run.complete(*computing(run))
     assert (one.lease.valid, two.lease.valid) == (None, 3 * run.page)
     assert reach(run, "abc") == 3
-    one.release()
-    two.release()
 
 
 @pytest.mark.parametrize("filled", [SWA, MAMBA])
@@ -707,8 +656,6 @@ def test_a_cell_of_an_older_node_that_a_failed_batch_filled_is_not_served(filled
     assert run.reach("abcd")[0] == 4
     run.complete(*computing(run))
     assert run.reach("abcd")[0] == 0
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_holder_goes_on_reading_what_it_holds_and_publishes_nothing_below_it() -> None:
@@ -738,7 +685,6 @@ def test_a_namespace_that_was_invalidated_meanwhile_still_tells_its_holders() ->
     holder.release()
     run.settle()
     run.core.follow_up()
-    run.audit(idle=True)
 
 
 def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_then() -> None:
@@ -752,5 +698,3 @@ def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_th
     assert len(computing(run)) == 1
     running.release(retire=True)
     assert not run.in_flight(Retire)
-    run.settle()
-    run.audit(idle=True)

@@ -12,13 +12,10 @@ from asynccache.core.match import Explanation
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Ghosts, Gone, Node, Root
+from tests.core.core_kit import granted, runtime, take
 from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # How far a prompt matches: validity per component, on either tier, after every kind of loss.
-
-
-def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, **options))
 
 
 def off_device(run: SynchronousRuntime, pages: int | None = None) -> None:
@@ -26,8 +23,7 @@ def off_device(run: SynchronousRuntime, pages: int | None = None) -> None:
     run.flush()
     shelf = run.config.components[0].device
     states = next((c.device for c in run.config.components if c.kind == 2), 0)
-    big = run.lease(b"", new=(pages or shelf) * run.page, states=states)
-    assert big is not None
+    big = granted(run, b"", new=(pages or shelf) * run.page, states=states)
     big.release()
 
 
@@ -76,8 +72,7 @@ def test_part_of_the_path_off_the_device() -> None:
     run.insert("abcd")
     run.insert("abcdefgh")
     run.flush()
-    big = run.lease(spell("wxyz"))
-    assert big is not None
+    granted(run, "wxyz")
     found = run.match(spell("abcdefgh"))
     assert (found.device, found.host, found.full, found.host_hit_length) == (16, 32, 32, 16)
 
@@ -144,8 +139,7 @@ def test_mamba_alone_off_the_device_needs_a_load_back() -> None:
     run.insert("abcd", checkpoint=4)
     run.insert("abcdefgh")
     run.flush()
-    big = run.lease(spell("z"), states=4)
-    assert big is not None
+    big = granted(run, "z", states=4)
     big.release()
     found = run.match(spell("abcdefgh"))
     assert found == Match(0, 16, 32, 0, 0, 1)
@@ -156,8 +150,7 @@ def test_pages_on_their_way_to_the_device_match_there() -> None:
     run = runtime(device=8, host=64)
     run.insert("abcdef")
     off_device(run)
-    loading = run.lease(spell("abcdefgh"))
-    assert loading is not None
+    loading = granted(run, "abcdefgh")
     assert not loading.ready
     assert run.reach("abcdef") == (6, 6)
     run.settle()
@@ -191,6 +184,7 @@ def path_with(windows: str, *, on_host: bool = False) -> list[Node]:
     [("11111111", 8), ("00000111", 8), ("00000011", 0), ("00001110", 7), ("01110110", 4), ("11011011", 2),
      ("11000000", 2), ("00111011", 5)],
 )  # fmt: skip
+@pytest.mark.usefixtures("breaks_a_core")
 def test_a_match_ends_where_the_window_before_it_is_whole_to_the_page(windows: str, end: int, on_host: bool) -> None:
     """The window is three pages; a page of it that is missing is one page too many."""
     component = build(core_config("full,swa", window=12))[1]
@@ -204,12 +198,9 @@ def test_a_request_is_not_granted_its_whole_prompt_as_a_hit(components: str) -> 
     for pages in (7, 8):
         run.insert(TEXT[:pages], checkpoint=pages if "mamba" in components else 0)
     for text, cached in ((TEXT, 7), (TEXT + "!", 8)):
-        request = run.lease(spell(text))
-        assert request is not None
+        request = granted(run, text)
         assert request.lease.cached == cached * run.page
         request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 # Why a prompt is a hit or a miss: where its pages are, what would be loaded, what ends the match, what became of the
@@ -225,13 +216,6 @@ def remembering(components: str = "full", **options: Any) -> SynchronousRuntime:
 
 def explained(run: SynchronousRuntime, text: str) -> Explanation:
     return run.core.explain(SPACE, spell(text))
-
-
-def take(run: SynchronousRuntime, pages: int) -> None:
-    """Have so many device pages for a moment."""
-    request = run.lease(b"", new=pages * run.page, states=0)
-    assert request is not None
-    request.release()
 
 
 def test_nothing_is_known_of_what_was_never_here() -> None:
@@ -265,12 +249,11 @@ def test_what_only_the_host_has_would_be_loaded() -> None:
     run = remembering(device=8)
     run.insert("abcd")
     run.settle()
-    take(run, 8)
+    take(run, 8).release()
     found = explained(run, "abcd")
     assert (found.device, found.host, found.ends) == (0, 16, None)
     assert [(load.component, load.pages) for load in found.loads] == [(FULL, 4)]
-    request = run.lease(spell("abcdz"))
-    assert request is not None
+    granted(run, "abcdz")
     assert run.in_flight(LoadBack)
     assert explained(run, "abcd").loads == ()
 
@@ -282,7 +265,7 @@ def test_from_where_it_was_evicted_is_remembered(host: int, storage: bool, gone:
     run = remembering(device=4, host=host, storage=storage)
     run.insert("abcd")
     run.settle()
-    take(run, 4)
+    take(run, 4).release()
     run.insert("wxyz")
     run.insert("stuv")
     run.settle()
@@ -295,7 +278,7 @@ def test_the_middle_of_a_path_remembers_what_hung_below_it() -> None:
     run = remembering(device=8, host=0)
     run.insert("abcd")
     run.insert("abcdefgh")
-    take(run, 1)
+    take(run, 1).release()
     found = explained(run, "abcdefgh")
     assert (found.tree, found.gone) == (16, Gone.DEVICE)
     assert explained(run, "abcdxx").gone is Gone.NEVER
@@ -327,7 +310,7 @@ def test_asking_touches_nothing() -> None:
     run.insert("efgh")
     for _ in range(3):
         explained(run, "abcd")
-    take(run, 4)
+    take(run, 4).release()
     assert run.reach("abcd")[0] == 0
     assert run.reach("efgh")[0] == 4
 

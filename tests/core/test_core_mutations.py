@@ -20,7 +20,7 @@ from tests.core.test_core_ends import (
     test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has as saved_ahead_gives_way,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("breaks_a_core")]
 
 # Each rule of eviction is left out once, and the tests of the rules notice. So these tests can fail.
 

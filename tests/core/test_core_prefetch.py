@@ -12,6 +12,7 @@ import pytest
 from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, BackupStorage, Status, Wait
 from asynccache.core.settings import CoreConfig
+from tests.core.core_kit import granted
 from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
@@ -47,8 +48,7 @@ def host_free(run: SynchronousRuntime) -> list[int]:
 
 def read_back(run: SynchronousRuntime, text: str, pages: int) -> Running:
     """A request that must hit so many pages; their bytes are verified on the device."""
-    request = run.lease(spell(text + "!"))
-    assert request is not None
+    request = granted(run, text + "!")
     assert request.lease.cached == pages * run.page
     run.settle()
     assert request.ready
@@ -147,7 +147,6 @@ def test_a_fresh_process_reads_the_whole_path_back(components: str) -> None:
     assert opened(run).finish() == 32
     assert run.reach(TEXT) == (0, 8)
     read_back(run, TEXT, 8).release()
-    assert_idle(run)
 
 
 def test_what_came_from_storage_is_not_written_there_again() -> None:
@@ -161,7 +160,6 @@ def test_what_came_from_storage_is_not_written_there_again() -> None:
 def test_it_is_skipped_below_the_threshold() -> None:
     run = fresh(stored(), prefetch_threshold=33)
     assert isinstance(open_fetch(run, spell(TEXT)), Skip)
-    run.audit(idle=True)
 
 
 def test_it_is_refused_above_the_quota_and_goes_later() -> None:
@@ -182,12 +180,10 @@ def two_texts() -> SynchronousRuntime:
 
 def test_one_that_waited_long_enough_passes_the_quota_and_no_other_does() -> None:
     run = fresh(two_texts(), max_prefetch_pages=10)
-    hung = opened(run)
+    opened(run)
     assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.LATER), Wait)
     assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.NEXT), Wait)
     assert opened(run, "stuvwxyz", begin=Begin.NOW).finish() == 32
-    hung.release()
-    assert_idle(run)
 
 
 def test_one_is_asked_about_before_it_takes_or_begins_anything() -> None:
@@ -201,7 +197,6 @@ def test_one_is_asked_about_before_it_takes_or_begins_anything() -> None:
     assert (host_free(run), run.core.statistics()) == before
     assert run.core.prefetch_look(b"another namespace" * 2, spell(TEXT)) == shape._replace(anchor=0, covered=0)
     assert b"another namespace" * 2 not in run.core.world.roots
-    assert_idle(run)
 
 
 def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> None:
@@ -212,21 +207,18 @@ def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> Non
     assert run.ended[second.op] is Status.DONE
     assert host_free(run) == [before[0] - 8, before[1] - 2, before[2] - 1]
     read_back(run, TEXT, 8).release()
-    assert_idle(run)
 
 
 def test_an_unreadable_page_ends_it_before_that_page() -> None:
     run = stored()
     assert opened(run, unreadable={(FULL, 5)}).finish() == 20
     read_back(run, TEXT, 5).release()
-    assert_idle(run)
 
 
 def test_a_short_host_ends_it_where_the_host_does() -> None:
     run = fresh(stored(), components=core_config(host=5).components)
     assert opened(run).finish() == 20
     read_back(run, TEXT, 5).release()
-    assert_idle(run)
 
 
 # the anchor
@@ -253,8 +245,6 @@ def test_the_anchor_is_pinned() -> None:
     assert run.reach("abcd")[1] == 4
     fetch.commit(32, holders=[1])
     assert run.reach(TEXT)[1] == 8
-    run.perform(run.core.release_claim(1))
-    assert_idle(run)
 
 
 # the tree moved meanwhile
@@ -270,7 +260,6 @@ def test_nodes_without_host_data_adopt_ours() -> None:
     run.audit()
     assert run.reach(TEXT) == (4, 8)
     read_back(run, TEXT, 8).release()
-    assert_idle(run)
 
 
 def test_a_commit_waits_for_backups_on_its_way() -> None:
@@ -284,7 +273,6 @@ def test_a_commit_waits_for_backups_on_its_way() -> None:
     run.perform(answer.plan)
     run.complete(*answer.ops)
     fetch.commit(32)
-    assert_idle(run)
 
 
 # SWA: the whole window or nothing
@@ -304,7 +292,6 @@ def test_swa_the_whole_window() -> None:
     assert opened(run).finish() == 32
     assert host_free(run) == [before[0] - 8, before[1] - 3]
     read_back(run, TEXT, 8).release()
-    assert_idle(run)
 
 
 @pytest.mark.parametrize("page", [4, 5, 6])
@@ -313,7 +300,6 @@ def test_swa_one_page_short(page: int) -> None:
     before = host_free(run)
     assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
-    assert_idle(run)
 
 
 def test_swa_one_page_unreadable_after_it_was_seen() -> None:
@@ -322,7 +308,6 @@ def test_swa_one_page_unreadable_after_it_was_seen() -> None:
     assert opened(run, unreadable={(SWA, 6)}).finish() == 24
     assert host_free(run) == [before[0] - 6, before[1] - 3]
     read_back(run, TEXT, 6).release()
-    assert_idle(run)
 
 
 def anchored(window: int = 16, write_policy: str = "write_through") -> tuple[SynchronousRuntime, Fetch]:
@@ -343,7 +328,6 @@ def test_swa_the_window_partly_in_the_anchor() -> None:
     assert fetch.finish() == 24
     assert host_free(run) == [before[0] - 2, before[1] - 2]
     read_back(run, "abcdef", 6).release()
-    assert_idle(run)
 
 
 def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
@@ -355,24 +339,18 @@ def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
     run.core.world.vacate(node, SWA + run.core.world.count)
     hung = opened(run, "abcdef")
     assert hung.shape.swa == ((0, 16),)
-    everything = run.lease(b"", new=64 * run.page)
-    assert everything is not None
+    everything = granted(run, b"", new=64 * run.page)
     everything.release()
     hung.finish()
-    assert_idle(run)
 
 
 def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> None:
     run = stored("mnop", "full,mamba", states=3, checkpoint=4)
     run.insert("ab", checkpoint=2)
     run.settle()
-    hung = opened(run, "mnop")
-    request = run.lease(spell("abc"), states=3)  # its match's state is one of the three
-    assert request is not None
+    opened(run, "mnop")
+    request = granted(run, "abc", states=3)  # its match's state is one of the three
     assert request.lease.cached == 0
-    request.release()
-    hung.release()
-    assert_idle(run)
 
 
 # MAMBA
@@ -382,7 +360,6 @@ def test_mamba_needs_the_state_at_its_end() -> None:
     run = stored(components="full,mamba", checkpoint=5)
     assert opened(run).finish() == 20
     read_back(run, TEXT, 5).release()
-    assert_idle(run)
 
 
 def test_the_host_short_of_states_takes_none() -> None:
@@ -394,8 +371,6 @@ def test_the_host_short_of_states_takes_none() -> None:
     fetch = opened(run, begin=Begin.NOW)
     fetch.take_full(8)
     assert not fetch.take_aux(32)
-    fetch.release()
-    assert_idle(run)
 
 
 # Prefetch where the host is short of SWA pages alone: windows that lie partly in an anchor whose own part is gone,
@@ -468,8 +443,7 @@ def host(run: SynchronousRuntime) -> list[tuple[int, int]]:
 
 def assert_read_back(run: SynchronousRuntime, text: str) -> None:
     """A request that hits all of it, every byte right, and nothing is left behind it."""
-    request = run.lease(spell(text + "!"))
-    assert request is not None
+    request = granted(run, text + "!")
     assert request.lease.cached == len(text) * run.page
     run.settle()
     assert request.ready
@@ -507,7 +481,6 @@ def test_an_anchors_part_that_was_evicted_is_fetched_for_the_longest_end_that_st
         assert_read_back(run, SIX[:end])
     else:
         assert open_fetch(run, spell(SIX)) == MISS
-    assert_nothing_leaked(run)
 
 
 def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() -> None:
@@ -524,8 +497,6 @@ def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() 
     fetch.commit(24, holders=[1])
     run.settle()
     assert run.reach(SIX) == (0, 6)
-    run.perform(run.core.release_claim(1))
-    assert_nothing_leaked(run)
 
 
 def tombstone() -> tuple[SynchronousRuntime, Fetch]:
@@ -571,7 +542,6 @@ def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
     assert host(run) == before
     assert run.reach(SIX) == (0, 0)
     assert all((FULL, digest) in run.storage for digest in run.chain(SPACE, spell(SIX)))
-    assert_nothing_leaked(run)
 
 
 def test_of_a_window_that_is_there_in_part_only_the_rest_is_fetched() -> None:
@@ -629,7 +599,6 @@ def test_what_is_claimed_is_not_evicted(components: str) -> None:
     fetch(run, "efgh")
     fetch(run, "mnop")
     assert run.reach("abcd") == (0, 0)
-    run.audit(idle=True)
 
 
 def test_a_claim_of_what_is_there_already_is_as_good() -> None:
@@ -639,8 +608,6 @@ def test_a_claim_of_what_is_there_already_is_as_good() -> None:
     for text in TEXTS[1:]:
         fetch(run, text)
     assert run.reach("abcd") == (0, 4)
-    drop(run, 1)
-    run.audit(idle=True)
 
 
 def test_a_shared_page_stays_until_the_last_claim_is_dropped() -> None:
@@ -650,8 +617,6 @@ def test_a_shared_page_stays_until_the_last_claim_is_dropped() -> None:
     for text in TEXTS[1:]:
         fetch(run, text)
     assert run.reach("abcd") == (0, 4)
-    drop(run, 2, 2)
-    run.audit(idle=True)
 
 
 def test_a_prefetch_waits_for_room_that_is_claimed_and_holds_nothing() -> None:
@@ -661,7 +626,6 @@ def test_a_prefetch_waits_for_room_that_is_claimed_and_holds_nothing() -> None:
     run.audit()
     drop(run, 1)
     assert fetch(run, "efgh") == 4
-    run.audit(idle=True)
 
 
 def test_what_a_prefetch_may_still_take_is_promised_to_it() -> None:
@@ -672,8 +636,6 @@ def test_what_a_prefetch_may_still_take_is_promised_to_it() -> None:
     run.insert("uvw")
     assert run.in_flight(BackupHost) == [], "a backup took the pages of a prefetch"
     assert opened.finish() == 16
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_one_that_waited_long_enough_takes_the_oldest_claims_that_no_lease_is_waiting_with() -> None:
@@ -683,8 +645,6 @@ def test_one_that_waited_long_enough_takes_the_oldest_claims_that_no_lease_is_wa
     run.core.confirm_claim(0, True)
     assert fetch(run, "mnop", begin=Begin.NOW) == 4
     assert [run.reach(text)[1] for text in TEXTS] == [4, 0, 4, 4]
-    drop(run, 0, 1, 2)
-    run.audit(idle=True)
 
 
 def test_one_that_waited_long_enough_takes_what_it_can_get() -> None:
@@ -693,14 +653,11 @@ def test_one_that_waited_long_enough_takes_what_it_can_get() -> None:
     run.core.confirm_claim(1, True)
     assert fetch(run, "efgh", begin=Begin.NOW) == 2
     assert run.reach("abcd") == (0, 4)
-    drop(run, 1)
-    run.audit(idle=True)
 
 
 def test_whose_turn_it_is_not_waits_although_there_is_room() -> None:
     run = stored_texts()
     assert open_fetch(run, spell("efgh"), begin=Begin.LATER) == Wait()
-    run.audit(idle=True)
 
 
 def test_a_lease_takes_claims_before_an_only_copy_is_lost() -> None:
@@ -714,13 +671,8 @@ def test_a_lease_takes_claims_before_an_only_copy_is_lost() -> None:
     assert run.lease(spell("STUV")) is None
     assert run.in_flight(BackupHost), "the backup has no room, and the claims were kept"
     run.settle()
-    request = run.lease(spell("STUV"))
-    assert request is not None
+    granted(run, "STUV")
     assert run.core.statistics().lost_pages == 0
-    request.release()
-    drop(run, 1, 2)
-    run.settle()
-    run.audit(idle=True)
 
 
 @pytest.mark.parametrize("fetched", [("abcd", "efgh"), ("efgh", "abcd")], ids=" ".join)
@@ -733,9 +685,6 @@ def test_the_claim_of_the_request_that_came_last_goes_first(fetched: tuple[str, 
     run.insert("stuv")
     assert run.lease(spell("STUV")) is None
     assert (run.reach("abcd")[1], run.reach("efgh")[1]) == (4, 0)
-    drop(run, 1, 2)
-    run.settle()
-    run.audit(idle=True)
 
 
 # only copies
@@ -749,40 +698,29 @@ def test_a_lease_waits_while_the_host_is_full_of_pages_on_their_way_to_storage()
     run.insert("efgh")
     assert run.lease(spell("stuvwxyz")) is None
     run.settle()
-    request = run.lease(spell("stuvwxyz"))
-    assert request is not None
+    granted(run, "stuvwxyz")
     assert run.core.statistics().lost_pages == 0
-    request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_what_storage_has_is_not_backed_up_again_at_the_cost_of_waiting() -> None:
     run = stored_texts(device=8, host=8)
     fetch(run, "abcd")
-    request = run.lease(spell("abcd!"))
-    assert request is not None
+    request = granted(run, "abcd!")
     run.settle()
     request.release()
     fetch(run, "efgh", 1)
     fetch(run, "ijkl", 2)
     assert run.reach("abcd") == (4, 4), "on the device alone by now"
-    other = run.lease(spell("STUVWXYZ"))
-    assert other is not None
+    granted(run, "STUVWXYZ")
     assert run.core.statistics().lost_pages == 0
     assert (run.reach("efgh")[1], run.reach("ijkl")[1]) == (4, 4)
-    other.release()
-    drop(run, 1, 2)
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_lease_waits_for_backups_rather_than_take_a_shorter_match() -> None:
     run = SynchronousRuntime(core_config(device=12, host=16, max_backup_ops=1, storage=False))
     run.insert("abcd")
     run.settle()
-    push_out = run.lease(spell("z" * 12))
-    assert push_out is not None
+    push_out = granted(run, "z" * 12)
     push_out.release()
     run.insert("stuv")
     run.insert("wxyz")  # its backup must wait for the one before it
@@ -796,6 +734,3 @@ def test_a_lease_waits_for_backups_rather_than_take_a_shorter_match() -> None:
     assert isinstance(answer, Grant)
     assert answer.lease.cached == 16
     run.perform(answer.plan)
-    run.perform(run.core.release(answer.lease))
-    run.settle()
-    run.audit(idle=True)

@@ -33,6 +33,7 @@ from asynccache.core.room import Verdict
 from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.tree import PRESENT, Node, Root, cut, link, walk
 from asynccache.core.world import LATE
+from tests.core.core_kit import written
 from tests.simulated.leading import check_books, check_duel, leading
 from tests.simulated.synchronous import FULL, SPACE, Running, SynchronousRuntime, core_config, spell
 
@@ -472,6 +473,7 @@ class Forgetful(EvictionPolicy):
         return order.rest[0].oldest() if order.rest[0].slices else None
 
 
+@pytest.mark.usefixtures("breaks_a_core")
 def test_a_policy_that_overlooks_a_queue_is_told_so_instead_of_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "forgetful", lambda config: Forgetful())
     run = runtime("forgetful", device=3)
@@ -481,10 +483,7 @@ def test_a_policy_that_overlooks_a_queue_is_told_so_instead_of_a_full_cache(monk
 
 
 def insert_and_end(run: SynchronousRuntime, text: str) -> None:
-    request = run.lease(spell(text, run.page))
-    assert request is not None
-    request.compute(len(text) * run.page)
-    assert request.commit()
+    request = written(run, text)
     request.release(ended=True)
 
 
@@ -967,6 +966,7 @@ class Sooner(Lru):
 @pytest.mark.parametrize(
     ("wanted", "verdict"), [((), Verdict.OUTDONE), ((1,), Verdict.UNSAVED), ((2,), Verdict.OUTDONE)]
 )
+@pytest.mark.usefixtures("breaks_a_core")
 def test_of_a_leaf_the_first_component_without_a_copy_says_whether_it_is_copied(
     wanted: Sequence[int], verdict: Verdict
 ) -> None:

@@ -120,6 +120,7 @@ def outcomes_are_applied_all_at_once(patch: pytest.MonkeyPatch) -> None:
     stale_cells_cost_nothing, room_for_a_backup_is_made_at_once, copies_go_gently_at_once,
     outcomes_are_applied_all_at_once,
 ], ids=lambda rule: rule.__name__)  # fmt: skip
+@pytest.mark.usefixtures("breaks_a_core")
 def test_a_loop_without_a_bound_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,17 +24,11 @@ from asynccache.core.plan import (
     operations,
 )
 from asynccache.core.world import World
+from tests.core.core_kit import COMPONENTS, granted, runtime
 from tests.simulated.fetching import Fetch, open_fetch
 from tests.simulated.synchronous import FULL, HASH, MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Write-through: nodes that split while their backup is in flight, backups that fail, and what is published when.
-
-
-COMPONENTS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
-
-
-def runtime(components: str = "full", **options: object) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, **options))  # type: ignore[arg-type]
 
 
 def stored_events(effects: list[Effect], medium: Medium) -> list[Publish]:
@@ -198,8 +192,7 @@ def test_selective_backs_up_at_the_second_commit_that_passes() -> None:
 
 def test_selective_counts_the_chunks_of_one_request_once() -> None:
     run = runtime(write_policy="write_through_selective")
-    request = run.lease(spell("abcdefgh"))
-    assert request is not None
+    request = granted(run, "abcdefgh")
     for chunk in (8, 16, 24, 32):
         request.compute(chunk)
         assert request.commit()
@@ -447,9 +440,6 @@ def test_a_dead_namespace_is_not_stored_again() -> None:
     assert over
     assert not run.storage
     assert request is not None
-    request.release()
-    run.settle()
-    run.audit(idle=True)
 
 
 # Pages that storage did not take are offered again when it has taken others and is idle, and never many at once.
@@ -481,16 +471,12 @@ def test_a_store_that_is_back_gets_what_it_missed_a_few_at_a_time() -> None:
         rounds += 1
     assert rounds == 5
     assert run.unsaved() == (0, 0)
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_a_store_that_is_still_away_is_not_tried_again() -> None:
     run = away()
     run.fail(*on_host(run, "abcd"))
     assert not run.in_flight(BackupStorage)
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_what_goes_wrong_again_waits_for_the_next_success() -> None:
@@ -512,8 +498,6 @@ def test_nothing_is_tried_again_while_storage_is_busy() -> None:
     assert run.in_flight(BackupStorage) == second
     run.complete(*second)
     assert len(run.in_flight(BackupStorage)) == 3
-    run.settle()
-    run.audit(idle=True)
 
 
 def test_what_is_a_burden_to_the_host_is_left_to_the_next_drain() -> None:
@@ -531,8 +515,6 @@ def test_what_has_left_the_host_meanwhile_is_forgotten() -> None:
     run.fail(*on_host(run, "efgh"))  # in its place
     run.complete(*on_host(run, "ijkl"))
     assert not run.in_flight(BackupStorage)
-    run.settle()
-    run.audit(idle=True)
 
 
 # Backups that a call decides in a row are one effect, which keeps its place among the copies and has a bound.
@@ -604,16 +586,13 @@ def test_operations_of_one_effect_may_end_in_any_order_and_not_alike(
 
 def test_a_leaf_that_was_left_out_of_its_paths_backup_waits_in_its_order() -> None:
     run = SynchronousRuntime(core_config(device=14, host=4, write_policy="write_back", write_back_watermark=0.8))
-    first = run.lease(spell("abcdef"), new=8)
-    assert first is not None
+    first = granted(run, "abcdef", new=8)
     for pages in (3, 6):  # a node for each commit: the host can hold the first of them
         first.compute(pages * run.page)
         assert first.commit(pages * run.page)
     first.release()
-    second = run.lease(spell("xyz"))  # free pages are few now: backups of the coldest begin
-    assert second is not None
+    second = granted(run, "xyz")  # free pages are few now: backups of the coldest begin
     audit.check(run.core)
     run.flush()
     second.release()
-    everything = run.lease(b"", new=14 * run.page)
-    assert everything is not None
+    granted(run, b"", new=14 * run.page)

@@ -1,0 +1,63 @@
+"""Steps that many tests of the core take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from asynccache.core.cache import Grant
+from asynccache.core.plan import More
+from asynccache.core.settings import CoreConfig
+from tests.simulated.synchronous import Running, SynchronousRuntime, core_config, spell
+
+COMPONENTS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
+
+
+def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:
+    return SynchronousRuntime(core_config(components, **options))
+
+
+def resized(config: CoreConfig, kind: int, **slots: int) -> CoreConfig:
+    """Other room for one component, on the ``device`` or the ``host``."""
+    return replace(config, components=tuple(
+        replace(part, **slots) if part.kind == kind else part for part in config.components  # type: ignore[arg-type]
+    ))  # fmt: skip
+
+
+def granted(run: SynchronousRuntime, text: str | bytes, new: int = 0, **options: Any) -> Running:
+    """A request that need not wait; ``new``: tokens beside those of ``text``."""
+    request = run.lease(spell(text, run.page) if isinstance(text, str) else text, new, **options)
+    assert request is not None
+    return request
+
+
+def written(run: SynchronousRuntime, text: str, new: int = 0, **options: Any) -> Running:
+    """A request that has computed and committed all of its text, and goes on."""
+    request = granted(run, text, new, **options)
+    request.compute(len(text) * run.page)
+    assert request.commit()
+    return request
+
+
+def take(run: SynchronousRuntime, pages: int, states: int = 0) -> Running:
+    """A request that needs so many pages and shares nothing."""
+    return granted(run, b"", pages * run.page, states=states)
+
+
+def take_beside_full(run: SynchronousRuntime, swa: int = 0, states: int = 0) -> None:
+    """A request that needs so many SWA pages and states, and nothing else; it stays."""
+    answer = run.core.lease(run.ask(b"", states=states)._replace(reserve=0, reserve_swa=swa * run.page))
+    assert isinstance(answer, Grant)
+    run.perform(answer.plan)
+
+
+def reach(run: SynchronousRuntime, *texts: str) -> list[int]:
+    """How many pages of each text the device has."""
+    return [run.reach(text)[0] for text in texts]
+
+
+def forget(run: SynchronousRuntime, space: bytes | None) -> None:
+    """Invalidate a namespace, or all."""
+    while isinstance(answer := run.core.invalidate(space), More):
+        run.perform(answer.plan)
+    run.perform(answer)
