@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import random
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -218,11 +223,80 @@ async def settled(cache: AsyncCache) -> None:
     await until(lambda: not cache.core.world.ledger.ops)  # a prefetch that nobody waits for ends by itself
 
 
-def run_child(folder: Path, *families: str, child: Path = CHILD) -> str:
-    """Run ``child`` in a process of its own, and return its output."""
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim"), os.environ.get("PYTHONPATH", "")]
-    ran = warm.run([sys.executable, str(child), str(folder), *families], capture_output=True, text=True, timeout=120,
-                   imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+def run_child(folder: Path, *families: str, inherit: bool = True) -> list[str]:
+    """What a process of its own says of what is stored in ``folder``, a line a family: its name and cached tokens by
+    tier. ``inherit``: with this process's PYTHONPATH, too."""
+    ran = warm.run([sys.executable, str(CHILD), "serve", str(folder), *families], capture_output=True, text=True,
+                   timeout=120, imports=warm.MODELS, env=os.environ | {"PYTHONPATH": paths(inherit)})  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    return str(ran.stdout)
+    return [line.rpartition(" ")[0] for line in ran.stdout.splitlines()]
+
+
+def paths(inherit: bool = True) -> str:
+    """PYTHONPATH of a child."""
+    own = [str(ROOT), str(ROOT / "backends"), str(ROOT / "scheduler_shim")]
+    return os.pathsep.join(own + [os.environ.get("PYTHONPATH", "")] * inherit)
+
+
+class Sharing:
+    """A child that serves prompts from ``url``, beside others that have the same store."""
+
+    def __init__(self, family: str, url: str) -> None:
+        self._process = warm.Popen([sys.executable, str(CHILD), "share", family, url], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, text=True, imports=warm.MODELS,
+                                   env=os.environ | {"PYTHONPATH": paths()})  # fmt: skip
+
+    def hear(self) -> str:
+        """Its next line."""
+        assert self._process.stdout is not None
+        line: str = self._process.stdout.readline()
+        return line.strip()
+
+    def ask(self, prompts: Sequence[list[int]]) -> None:
+        """Begin a turn; the answer is a line of JSON."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(prompts) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Wait until it has ended."""
+        self._process.communicate(timeout=60)
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """How many tokens each call of the model computes."""
+    calls: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, args, given: calls.append(given["input_ids"].shape[1]),
+                                           with_kwargs=True)  # fmt: skip
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def held_back(model: Any, after: int = 3) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """The model computes so many steps, sets the first event, and goes on when the second is set, or the block left."""
+    there, go, steps = threading.Event(), threading.Event(), count(1)
+
+    def wait(*_: Any) -> None:
+        if next(steps) > after:
+            there.set()
+            go.wait(20)
+
+    hook = model.register_forward_pre_hook(wait)
+    try:
+        yield there, go
+    finally:
+        go.set()
+        hook.remove()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What they return, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [made.result(60) for made in [pool.submit(call) for call in calls]]

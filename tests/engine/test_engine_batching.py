@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine import batching_child, engine_kit
-from tests.engine.engine_kit import model_of, open_caches, prompt, settled
+from tests.engine.engine_kit import Sharing, at_once, held_back, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 from tests.waiting import until
 
@@ -95,24 +94,6 @@ def empty_device(batching: ContinuousBatching | PrefixCache) -> None:
     batching._loop.call(taken())
 
 
-@contextmanager
-def stopped(model: Any) -> Iterator[threading.Event]:
-    """The model computes three steps, and then none until the event is set, or the block left."""
-    go, steps = threading.Event(), [0]
-
-    def wait(module: Any, args: Any) -> None:
-        steps[0] += 1
-        if steps[0] > 3:
-            go.wait(20)
-
-    hook = model.register_forward_pre_hook(wait)
-    try:
-        yield go
-    finally:
-        go.set()
-        hook.remove()
-
-
 @pytest.fixture
 def llama() -> Iterator[ContinuousBatching]:
     """Whatever a test does with it: nothing is held afterwards, and its threads have ended."""
@@ -159,14 +140,16 @@ def test_transformers_without_us_makes_the_same(family: str) -> None:
         assert batching.counts.device >= sum((len(each) - 1) // 8 * 8 for each in asked)
 
 
-def test_a_new_process_finds_what_this_one_stored(tmp_path: Path) -> None:
-    families = ("llama", "gpt_oss")
-    for family in families:
-        url = f"file:{tmp_path / family}?capacity=64MiB&segment=8MiB"
-        with ContinuousBatching(model_of(family), page_size=8, name=family, storage=url) as batching:
-            made(batching, [prompt(45)])
-    said = engine_kit.run_child(tmp_path, *families, child=Path(batching_child.__file__)).splitlines()
-    assert said == [f"{family} (0, 0, 40) {wanted(family, tuple(prompt(45)))}" for family in families]
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_new_process_finds_what_this_one_stored(family: str, tmp_path: Path) -> None:
+    url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    with ContinuousBatching(model_of(family), page_size=8, name=family, storage=url) as batching:
+        made(batching, [prompt(45)])
+    child = Sharing(family, url)
+    assert child.hear() == "ready"
+    child.ask([prompt(45)])
+    assert json.loads(child.hear()) == [[wanted(family, tuple(prompt(45))), [0, 0, 40]]]
+    child.end()
 
 
 def test_a_second_turn_hits_the_answer_of_the_first(llama: ContinuousBatching) -> None:
@@ -234,7 +217,7 @@ def test_a_store_that_is_broken_is_computed_around(tmp_path: Path) -> None:
 
 def test_tokens_come_as_they_are_made(llama: ContinuousBatching) -> None:
     right = wanted("llama", tuple(prompt(45)), 20)
-    with stopped(llama._model):
+    with held_back(llama._model):
         request = llama.add_request(prompt(45), max_new_tokens=20, eos_token_id=-1)
         reader = iter(request)
         assert next(reader) == right[0]
@@ -272,13 +255,8 @@ def test_an_end_token_ends_an_answer(llama: ContinuousBatching) -> None:
 
 
 def test_threads_share_one_cache(llama: ContinuousBatching) -> None:
-    found: dict[int, Any] = {}
-    callers = [threading.Thread(target=lambda i=i: found.update({i: made(llama, texts()[i:])})) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert found == {i: all_wanted("llama", texts()[i:]) for i in range(4)}
+    found = at_once(*(partial(made, llama, texts()[i:]) for i in range(4)))
+    assert found == [all_wanted("llama", texts()[i:]) for i in range(4)]
 
 
 def test_namespaces_share_nothing(llama: ContinuousBatching) -> None:
@@ -325,7 +303,7 @@ def test_a_request_may_be_aborted_at_any_moment(llama: ContinuousBatching) -> No
 
 
 def test_one_is_aborted_and_the_others_are_not(llama: ContinuousBatching) -> None:
-    with stopped(llama._model):
+    with held_back(llama._model):
         running = llama.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
         next(iter(running))
         waiting = llama.add_request(prompt(45, seed=4), max_new_tokens=400, eos_token_id=-1)  # no room beside the other
@@ -361,7 +339,7 @@ def test_if_the_scheduler_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch
         raise MemoryError("no more")
 
     with ContinuousBatching(model_of("llama"), **NAMED) as batching:
-        with stopped(batching._model):
+        with held_back(batching._model):
             request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
             next(iter(request))
             monkeypatch.setattr(Scheduler, "step", broken)
@@ -376,7 +354,7 @@ def test_if_the_scheduler_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch
 def test_closed_it_takes_no_requests_and_leaves_nothing() -> None:
     model, before = make("gpt_oss"), threads()
     batching = ContinuousBatching(model, **SIZES, name="gpt_oss")
-    with stopped(model) as go:
+    with held_back(model) as (_, go):
         running = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
         next(iter(running))
         waiting = batching.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
@@ -480,7 +458,7 @@ def test_a_setting_that_generate_follows_and_this_does_not_is_refused_by_its_nam
 
 
 def test_a_reader_whose_loop_was_closed_ends_nothing(llama: ContinuousBatching) -> None:
-    with stopped(llama._model) as go:
+    with held_back(llama._model) as (_, go):
         request = llama.add_request(prompt(45), max_new_tokens=24, eos_token_id=-1)
         loop = asyncio.new_event_loop()
         tokens = request.__aiter__()

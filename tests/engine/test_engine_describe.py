@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from asynccache import CacheConfig
 from asynccache.core.settings import HitPolicy
 from asynccache.errors import ConfigError
-from tests.engine.engine_kit import layout_of, model_of, prompt, served
-from tests.engine.engine_models import OTHERS, WINDOW, make
+from tests.engine.engine_kit import layout_of, model_of
+from tests.engine.engine_models import WINDOW, make
 
 
 def config(family: str, page_size: int) -> CacheConfig:
@@ -48,32 +48,12 @@ def test_a_page_size_that_does_not_fit_the_rates_is_refused(page_size: int, rate
         describe(model_of("deepseek_v4"), page_size)
 
 
-@pytest.mark.parametrize("page_size", [4, 16, 32])
-@pytest.mark.asyncio
-async def test_compressed_layers_in_pages_of_any_fitting_size(page_size: int) -> None:
-    async with served("deepseek_v4", page_size=page_size) as engine:
-        for length in (61, 64, 77):
-            await engine.check(prompt(length))
-        assert (await engine.check(prompt(90), 9)).cached == 77 // page_size * page_size
-        await engine.empty_device()
-        assert (await engine.check(prompt(100))).hits.host == 90 // page_size * page_size
-
-
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
 def test_the_name_follows_weights_and_configuration(family: str) -> None:
     name = layout_of(family).model
     assert describe(make(family), 8).model == name
     assert describe(make(family, seed=1), 8).model != name
     assert describe(make(family, initializer_range=0.1), 8).model != name
-
-
-@pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.asyncio
-async def test_families_that_nobody_listed_work_too(family: str) -> None:
-    async with served(family) as engine:
-        await engine.check(prompt(45))
-        await engine.empty_device()
-        assert (await engine.check(prompt(45))).hits == (0, 40, 0)
 
 
 def test_windows_come_from_the_cache_classes() -> None:

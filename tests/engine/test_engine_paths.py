@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
+from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
 
 from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import FaultyBackend
-from tests.engine.engine_kit import CHUNK, PAGE, Served, prompt, served, settled
+from tests.engine.engine_kit import CHUNK, PAGE, Served, judged, prompt, served, settled
 from tests.engine.engine_models import FAMILIES, WINDOW
-from tests.waiting import turns
 
 pytestmark = pytest.mark.slow(0.7)
 
@@ -108,30 +109,6 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
-async def test_random_cancellations_change_nothing_for_others(family: str) -> None:
-    """Requests with common prefixes on a device that holds few of them; every second one is cancelled somewhere."""
-    rng = random.Random(f"cancellations {family}")
-    storage = MemoryBackend()
-    async with served(family, device=24, host=48, storage=storage) as engine:
-        tasks = []
-        for i in range(24):
-            text = [*prompt(rng.randrange(10, 50), seed=rng.randrange(3)), i]
-            tasks.append(asyncio.create_task(engine.check(text, 2)))
-            await turns(rng.randrange(100))
-            if i % 2:
-                rng.choice(tasks[-4:]).cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        failures = [r for r in results if isinstance(r, Exception)]
-        assert not failures, failures[0]
-        ended = [r for r in results if not isinstance(r, BaseException)]
-        assert 0 < len(ended) < len(tasks)
-        for seed in range(3):
-            await engine.check(prompt(45, seed))
-    await storage.aclose()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_failing_storage_and_copies_make_it_slower_never_different(family: str) -> None:
     inner = MemoryBackend()
     storage = FaultyBackend(inner, 0.0, seed=7)
@@ -161,3 +138,81 @@ async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
             page += 1
         with pytest.raises(AssertionError, match="qwen3: "):
             await engine.check(prompt(40))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.asyncio
+async def test_a_request_that_was_retracted_goes_on_as_it_would_have(family: str) -> None:
+    """Also one that is drawn."""
+    new = 5 * PAGE
+    async with served(family, device=14, host=64) as engine:
+        async with Scheduler(engine.cache, engine.model, SchedulerConfig(step_tokens=24, max_running=4)) as scheduler:
+
+            def ask(seed: int) -> Request:
+                drawn = Sampling(temperature=0.8, top_p=0.9, seed=11)
+                return scheduler.submit(Request(prompt(2 * PAGE + 3, seed), Limits(new), sampling=drawn))
+
+            crowd = [ask(seed) for seed in range(3)]
+            outputs = await asyncio.gather(*(request.done() for request in crowd))
+            assert crowd[-1].retractions >= 1
+            for seed, output in enumerate(outputs):
+                await engine.cache.reset()
+                assert await ask(seed).done() == output
+                assert len(output) == new
+
+
+# random worlds around real models: every policy, small pools, failing storage and copies, retractions, aborts
+
+
+REQUESTS = 24
+
+
+async def play(engine: Served, rng: random.Random) -> list[Request]:
+    """Requests that share prefixes, some at once and some one after the other; some are aborted."""
+    asked: list[Request] = []
+    settings = SchedulerConfig(step_tokens=rng.choice([16, 40]), max_running=8, checkpoint_every=8)
+    async with Scheduler(engine.cache, engine.model, settings) as scheduler:
+        for i in range(REQUESTS):
+            text = [*prompt(rng.randrange(1, 70), seed=rng.randrange(4)), *prompt(rng.randrange(1, 5), seed=i + 10)]
+            request = Request(text, Limits(rng.randrange(1, 24)), priority=rng.randrange(2),
+                              namespace=rng.choice([None, "other"]))  # fmt: skip
+            asked.append(scheduler.submit(request))
+            for _ in range(rng.randrange(200)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.2:
+                rng.choice(asked).abort()
+            if rng.random() < 0.5:
+                await request.done()
+        await asyncio.gather(*(request.done() for request in asked))
+    return asked
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.asyncio
+async def test_a_world_changes_no_token(family: str) -> None:
+    await changes_no_token(family, 0)
+
+
+async def changes_no_token(family: str, seed: int) -> None:
+    """Every request that was not aborted says what the model says alone, whatever else happens in this world."""
+    rng = random.Random(f"world {family} {seed}")
+    inner = MemoryBackend()
+    storage = FaultyBackend(inner, rng.choice([0.0, 0.3, 0.8]), seed)
+    faults = Faults(seed=seed, delayed=0.2, failing=rng.choice([0.0, 0.1]), delay=(0.001, 0.003))
+    options: dict[str, Any] = {
+        "device": rng.choice([16, 28]),
+        "host": rng.choice([20, 40, 64]),
+        "prefetch_policy": rng.choice(["timeout", "best_effort", "wait_complete"]),
+        "write_policy": rng.choice(["write_through", "write_back", "write_through_selective"]),
+    }
+    async with served(family, storage=storage, faults=faults, **options) as engine:
+        asked = await play(engine, rng)
+    served_tokens = 0
+    for request in asked:
+        if request.finish is not Finish.ABORTED:
+            assert len(request.output) == request.limits.max_new_tokens
+            wanted = judged(family, request.tokens.tolist(), request.output)[1]
+            assert request.output == wanted, f"{request}, {request.retractions} retractions, {request.hits}"
+            served_tokens += sum(request.hits) if request.hits is not None else 0
+    assert served_tokens > 0
+    await inner.aclose()

@@ -83,7 +83,7 @@ def engine(seed: int) -> None:
     """Real models on small pools, with failing storage and copies, aborts and retractions: no token changes."""
     from tests.engine import conftest  # noqa: F401  one thread, and no warnings of kernels that are missing
     from tests.engine.engine_models import FAMILIES
-    from tests.engine.test_engine_worlds import changes_no_token
+    from tests.engine.test_engine_paths import changes_no_token
 
     asyncio.run(changes_no_token(Random(f"engine {seed}").choice(FAMILIES), seed))
 
