@@ -5,9 +5,9 @@ looks inside a header. Integrity is not its business: ``CheckedStore`` builds th
 it on the way in, whatever the backend claims.
 
 Every call takes many keys and answers for each of them, in order. If one key fails, the call does not raise: the answer
-for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all.
-Cancelling a call returns only after the backend has let go of every buffer that was passed in. To cancel a question or
-a listing changes nothing.
+for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all;
+whatever else it raises counts as one. Cancelling a call returns only after the backend has let go of every buffer that
+was passed in. To cancel a question or a listing changes nothing.
 
 Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
 ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe, ``Layered`` for a
@@ -96,7 +96,8 @@ class StoreLayout(NamedTuple):
     """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
-    of records: a place that was written with another schema has no records for this cache.
+    of records. Records of another schema do not verify, so a backend whose place may hold some does well to refuse it
+    when it is opened, or to keep them apart.
     """
 
     page_bytes: Mapping[str, int]
