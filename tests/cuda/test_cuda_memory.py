@@ -285,18 +285,6 @@ async def test_every_path_brings_every_byte(
     assert way in ("both", "as it comes") or bool(calls["copy"]) == (not aligned or way == "copy engines")
 
 
-async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) -> None:
-    device = simulated_device()
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float16):
-        mine = [device.device_tensor((32, 16)).view(dtype) for _ in range(2)]
-        mover = Mover(device, [pool(size=32, layers=2)], device_tensors={"full": mine})
-        fill_device(mover)
-        wanted = device_page(mover, "full", 8)
-        await mover.backup([move([8], [1])]).wait()
-        await mover.load([move([1], [9])]).done.wait()
-        assert b"".join(t[9].view(torch.uint8).numpy().tobytes() for t in mine) == wanted
-
-
 # merging
 
 

@@ -438,10 +438,13 @@ async def test_a_batch_whose_event_is_refused_fails_when_the_device_has_let_go_o
     assert driver.pinned == {}
 
 
-async def test_a_batch_that_is_refused_half_way_with_its_events_keeps_its_pages(simulated_device: Make) -> None:
+@pytest.mark.parametrize("events", [True, False], ids=["with its events", "alone"])
+async def test_a_batch_that_is_refused_half_way_keeps_its_pages(simulated_device: Make, events: bool) -> None:
+    """Until the device has let go of them: whoever is told of the failure gives them to somebody else."""
     device, driver, mover = parts(simulated_device, refuse_at=frozenset({1}))
     driver.pause()
-    refuse_records(driver, from_the=2)
+    if events:
+        refuse_records(driver, from_the=2)
     load = mover.load([move([1, 3], [0, 2])])  # the first layer is in flight when the second is refused
     for event in load.layers:
         submitted(event)

@@ -382,21 +382,6 @@ async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: P
     assert store.stats()["errors"] == 0
 
 
-async def test_cancelling_it_leaves_nothing_open_and_nothing_forgotten(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
-    before = len(os.listdir("/proc/self/fd"))
-    for turns in range(12):
-        scrubbing = asyncio.ensure_future(store.scrub())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        scrubbing.cancel()
-        await asyncio.wait([scrubbing])
-        assert scrubbing.cancelled()
-        assert len(os.listdir("/proc/self/fd")) == before
-    assert await get(store, KEYS) == [Result.HIT] * 60
-
-
 async def test_closing_waits_for_the_part_that_is_being_read(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)

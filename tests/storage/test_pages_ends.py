@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -104,7 +104,7 @@ def test_a_dead_store_is_a_result_and_not_an_error() -> None:
 # cancelling
 
 
-def test_a_call_can_be_cancelled_until_it_begins_and_not_after() -> None:
+def test_a_call_that_has_begun_cannot_be_cancelled() -> None:
     store = Misbehaving(get="is stuck")
     with open_pages(store, memory()) as pages:
         future = pages.get(keys(1), [0])
@@ -112,18 +112,6 @@ def test_a_call_can_be_cancelled_until_it_begins_and_not_after() -> None:
         assert not future.cancel()
         store.gate.set()
         assert result(future) == [MISS]
-        calls = store.calls
-
-        def at_once() -> Future[list[Result]]:
-            waiting = pages.put(keys(1), [0])
-            assert waiting.cancel()
-            return waiting
-
-        cancelled = pages._serving.ask(at_once)
-        with pytest.raises(CancelledError):
-            cancelled.result(PATIENCE)
-        assert result(pages.exists([])) == []
-        assert store.calls == calls
 
 
 # closing
