@@ -61,3 +61,27 @@ def forget(run: SynchronousRuntime, space: bytes | None) -> None:
     while isinstance(answer := run.core.invalidate(space), More):
         run.perform(answer.plan)
     run.perform(answer)
+
+
+def insert(run: SynchronousRuntime, *texts: str) -> None:
+    """Whole requests, one after the other."""
+    for text in texts:
+        run.insert(text)
+
+
+def saved(run: SynchronousRuntime, *texts: str) -> None:
+    """Whole requests, each of which is backed up and stored before the next one."""
+    for text in texts:
+        run.insert(text)
+        run.settle()
+
+
+def with_store_of(
+    config: CoreConfig, *texts: str, checkpoint: int = 0, first: CoreConfig | None = None
+) -> SynchronousRuntime:
+    """A fresh process whose store has the texts, which another one (``first``: its settings) has written."""
+    writer = SynchronousRuntime(first or config)
+    for text in texts:
+        writer.insert(text, checkpoint=checkpoint)
+    writer.flush()
+    return SynchronousRuntime(config, storage=writer.storage)

@@ -25,7 +25,7 @@ from asynccache.core.plan import Clone, Compute, More, Outcome, Status
 from asynccache.core.settings import SLICE_STEPS
 from asynccache.core.tree import Node, Root
 from asynccache.errors import CacheFull, ConfigError, InvariantViolation
-from tests.core.core_kit import granted
+from tests.core.core_kit import granted, insert, saved
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 # Laws that a compiler could break. They hold for the source and for the modules that are compiled from it.
@@ -97,8 +97,7 @@ class Refuses(EvictionPolicy):
 def test_an_exception_of_somebody_elses_policy_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(settings.POLICIES, "refuses", lambda config: Refuses())
     run = runtime(eviction="refuses")
-    for text in ("abcd", "efgh", "ijkl"):
-        run.insert(text)
+    insert(run, "abcd", "efgh", "ijkl")
     with pytest.raises(LookupError, match="of its own") as raised:
         run.insert("mnop")
     files = [Path(frame.filename).name for frame in traceback.extract_tb(raised.value.__traceback__)]
@@ -348,11 +347,9 @@ def test_pages_of_a_batch_that_fails_while_they_are_listed_are_on_the_list() -> 
 
 def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_one_leaves() -> None:
     run = SynchronousRuntime(core_config(device=32, host=0))
-    run.insert("abcdef")
-    run.settle()
+    saved(run, "abcdef")
     survey = run.core.survey()  # the walk has found the node, and has not visited it
-    run.insert("abcX")
-    run.settle()
+    saved(run, "abcX")
     lower = run.core.world.find(SPACE, spell("abcdef"))[0][-1]
     run.core._transfers.room.evict(lower, 0)
     upper = run.core.world.find(SPACE, spell("abcdef"))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from random import Random
 from typing import Any
 
@@ -12,10 +11,9 @@ from asynccache.core.cache import Skip, Unsaved
 from asynccache.core.leases import Leases
 from asynccache.core.ledger import NOWHERE
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, More, Publish
-from asynccache.core.settings import ComponentSlots
-from tests.core.core_kit import forget, granted, reach, take, written
+from tests.core.core_kit import forget, granted, insert, reach, resized, saved, take, with_store_of, written
 from tests.simulated.fetching import Fetch, open_fetch
-from tests.simulated.synchronous import SPACE, SWA, Running, SynchronousRuntime, _stored, core_config, spell
+from tests.simulated.synchronous import MAMBA, SPACE, SWA, Running, SynchronousRuntime, _stored, core_config, spell
 
 # Eviction after the end of a conversation: its private pages go first; pages that others have as well do not.
 
@@ -24,7 +22,7 @@ def runtime(**options: Any) -> SynchronousRuntime:
     return SynchronousRuntime(core_config("full", device=16, host=0, **options))
 
 
-def insert(run: SynchronousRuntime, text: str, shared: int | None = None, ended: bool = False) -> None:
+def asked(run: SynchronousRuntime, text: str, shared: int | None = None, ended: bool = False) -> None:
     """One request; ``shared``: pages of it that it says others have."""
     ask = run.ask(spell(text))
     if shared is not None:
@@ -42,7 +40,7 @@ def what_is_shared_stays() -> None:
     """Nobody else has asked for it yet, so the tree alone could not tell."""
     run = runtime()
     insert(run, "mnop")
-    insert(run, "abcdefgh", shared=4, ended=True)
+    asked(run, "abcdefgh", shared=4, ended=True)
     take(run, 8).release()
     assert reach(run, "mnop", "abcdX") == [4, 4]
 
@@ -51,7 +49,7 @@ def what_is_shared_is_cut_off_also_where_the_prompt_is_a_hit() -> None:
     run = runtime()
     insert(run, "mnop")
     insert(run, "abcdefgh")
-    insert(run, "abcdefghij", shared=4, ended=True)
+    asked(run, "abcdefghij", shared=4, ended=True)
     take(run, 8).release()
     assert reach(run, "mnop", "abcdX") == [4, 4]
 
@@ -60,7 +58,7 @@ def what_is_private_goes_also_where_it_forks() -> None:
     run = runtime()
     insert(run, "abcdef")
     insert(run, "mnop")
-    insert(run, "abcdgh", shared=2, ended=True)
+    asked(run, "abcdgh", shared=2, ended=True)
     take(run, 10).release()
     assert reach(run, "mnop", "abX") == [4, 2]
 
@@ -69,7 +67,7 @@ def where_nobody_says_it_ends_at_the_last_fork() -> None:
     run = runtime()
     insert(run, "abcdef")
     insert(run, "mnop")
-    insert(run, "abcdgh", ended=True)
+    asked(run, "abcdgh", ended=True)
     take(run, 6).release()
     assert reach(run, "abcdef", "mnop", "abcdgh") == [6, 4, 4]
 
@@ -77,7 +75,7 @@ def where_nobody_says_it_ends_at_the_last_fork() -> None:
 def who_uses_an_ended_node_keeps_it() -> None:
     run = runtime()
     insert(run, "mnop")
-    insert(run, "abcdef", ended=True)
+    asked(run, "abcdef", ended=True)
     insert(run, "abcdgh")
     take(run, 4).release()
     take(run, 8).release()
@@ -124,11 +122,7 @@ def test_a_rule_that_is_left_out_is_noticed(broken: Any, monkeypatch: pytest.Mon
 
 def pages_with_a_tail_that_no_host_holds(run: SynchronousRuntime) -> None:
     """Two paths as long as the host is large, both in storage, each with a page more on the device alone."""
-    for text in ("abc", "xyz"):
-        run.insert(text)
-        run.settle()
-        run.insert(text + "!")
-        run.settle()
+    saved(run, "abc", "abc!", "xyz", "xyz!")
 
 
 def test_paths_that_the_host_could_never_hold_do_not_take_turns_on_it() -> None:
@@ -150,8 +144,7 @@ def test_auxiliary_pages_below_them_change_nothing(components: str) -> None:
 
 def test_what_the_host_can_hold_by_turns_is_all_saved() -> None:
     run = SynchronousRuntime(core_config(host=4))
-    for text in ("abcd", "abce", "stuv", "stux"):
-        run.insert(text)
+    insert(run, "abcd", "abce", "stuv", "stux")
     run.flush()
     assert run.unsaved() == (0, 0)
 
@@ -244,10 +237,7 @@ def test_a_page_that_storage_always_refuses_does_not_stop_the_drain_of_the_other
 
 def fetching(text: str, **options: Any) -> tuple[SynchronousRuntime, Fetch]:
     """A process that has nothing but a prefetch of ``text`` in flight, with all of its FULL pages taken."""
-    first = SynchronousRuntime(core_config())
-    first.insert(text)
-    first.flush()
-    run = SynchronousRuntime(core_config(**options), storage=first.storage)
+    run = with_store_of(core_config(**options), text, first=core_config())
     fetch = open_fetch(run, spell(text))
     assert isinstance(fetch, Fetch)
     assert fetch.take_full(len(text)) == len(text)
@@ -270,12 +260,8 @@ def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off()
 
 
 def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
-    first = SynchronousRuntime(core_config())
-    first.insert("abcd")
-    first.flush()
-    run = SynchronousRuntime(core_config(), storage=first.storage)
-    run.insert("ab")
-    run.settle()
+    run = with_store_of(core_config(), "abcd")
+    saved(run, "ab")
     fetch = open_fetch(run, spell("abcd"))
     assert isinstance(fetch, Fetch)
     fetch.take_full(2)
@@ -286,16 +272,13 @@ def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
     assert run.core.complete(()).effects == ()
 
 
-def narrow(components: str, host: int) -> SynchronousRuntime:
-    """A host with so little room for the last component."""
-    config = core_config(components, window=12)
-    *others, last = config.components
-    last = ComponentSlots(last.kind, last.device, host, last.window)
-    return SynchronousRuntime(dataclasses.replace(config, components=(*others, last)))
+def narrow(components: str, kind: int, host: int) -> SynchronousRuntime:
+    """A host with so little room for one component."""
+    return SynchronousRuntime(resized(core_config(components, window=12), kind, host=host))
 
 
 def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
-    run = narrow("full,mamba", 0)
+    run = narrow("full,mamba", MAMBA, 0)
     request = written(run, "abcd")
     run.settle()
     assert request.commit(checkpoint=16)
@@ -304,7 +287,7 @@ def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
 
 @pytest.mark.parametrize("text", ["abcde", "abcdefghijklmno"])
 def test_of_what_fits_the_host_only_in_parts_the_window_is_saved(text: str) -> None:
-    run = narrow("full,swa", 3)
+    run = narrow("full,swa", SWA, 3)
     run.insert(text)
     run.settle()
     assert run.core.statistics().host[SWA].free == 0, "a window has three pages, and so many the host holds"
@@ -325,30 +308,6 @@ def test_of_a_path_that_is_longer_than_the_host_the_start_is_saved() -> None:
     push_out = granted(run, "z" * 64)
     push_out.release()
     assert run.reach("abcdefgh") == (0, 3)
-
-
-@pytest.mark.parametrize("host", [0, 64])
-def test_what_is_forgotten_leaves_when_its_last_holder_goes_however_much_it_is(host: int) -> None:
-    run = SynchronousRuntime(core_config(device=64, host=host, slice_steps=4))
-    holders = []
-    for text in [f"a{chr(i)}" for i in range(40)]:
-        request = granted(run, text)
-        request.compute(8)
-        assert request.commit()
-        holders.append(request)
-    run.settle()
-    answer = run.core.invalidate(SPACE)
-    while isinstance(answer, More):
-        run.perform(answer.plan)
-        answer = run.core.sweep()
-    run.perform(answer)
-    assert run.core.statistics().nodes == 41, "the holders have lost pages"
-    run.prompt = False
-    for request in holders:
-        request.release()
-    run.prompt = True
-    run.perform(run.core.follow_up())
-    assert run.core.statistics().nodes == 0, "some are left, and nobody is told to go on"
 
 
 def test_a_release_of_what_is_forgotten_looks_at_its_own_path_alone() -> None:

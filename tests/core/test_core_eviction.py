@@ -7,7 +7,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ from asynccache.core.eviction import Order, Recency, withdraw
 from asynccache.core.match import Matches
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Status
 from asynccache.core.room import Cost, Room, RoomMaker
-from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root, walk
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import granted, reach, runtime, take, take_beside_full
-from tests.simulated.synchronous import MAMBA, SPACE, SynchronousRuntime, core_config, spell
+from tests.core.core_kit import granted, insert, reach, resized, runtime, saved, take, take_beside_full
+from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
 # ahead, and what is never evicted.
@@ -28,8 +26,7 @@ from tests.simulated.synchronous import MAMBA, SPACE, SynchronousRuntime, core_c
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
     run = runtime(device=12, host=0)
-    for text in ("abcd", "efgh", "ijkl"):
-        run.insert(text)
+    insert(run, "abcd", "efgh", "ijkl")
     run.match(spell("abcd"))
     take(run, 4)
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl")] == [4, 0, 4]
@@ -37,9 +34,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
 
 def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
     run = runtime(device=12, host=0)
-    run.insert("abcd")
-    run.insert("wxyz")
-    run.insert("abcdefgh")
+    insert(run, "abcd", "wxyz", "abcdefgh")
     take(run, 8).release()
     assert run.reach("abcd")[0] == 4
     assert run.reach("wxyz")[0] == 0
@@ -58,13 +53,11 @@ def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
     same, each time that the deferred backup was tried again, and a prefetch that hung its pages below it had it copied
     again, for ever."""
     run = runtime(device=32, host=8)
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     run.insert("efgh")
     run.complete(*run.in_flight(BackupHost))
     run.fail(*run.in_flight(BackupStorage))
-    run.insert("ijklmn")
-    run.settle()
+    saved(run, "ijklmn")
     assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [True, True, False]
     assert run.core.statistics().evicted_host == 0
     run.flush()
@@ -101,16 +94,12 @@ def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wanted(policy: str) -> None:
     run = runtime(device=12, host=8, write_policy=policy, write_back_watermark=0.5)
-    for text in ("abcd", "efgh", "ijkl"):
-        run.insert(text)
-        run.insert(text)
-        run.settle()
+    saved(run, *(text for text in ("abcd", "efgh", "ijkl") for _ in range(2)))
     wanted = granted(run, "abcdX")
     cached = wanted.lease.cached // run.page
     wanted.release()
     run.settle()
-    run.insert("mnop")
-    run.settle()
+    saved(run, "mnop")
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "mnop")] == [cached, 0, 4]
     assert cached >= 3
 
@@ -136,27 +125,20 @@ def test_dropping_an_only_copy_is_the_last_resort_and_counted() -> None:
 
 def test_copies_of_what_stays_on_the_device_leave_the_host_first() -> None:
     run = runtime(device=8, host=8, storage=False)
-    for text in ("abcd", "efgh"):
-        run.insert(text)
-        run.settle()
+    saved(run, "abcd", "efgh")
     take(run, 4).release()
     assert (run.reach("abcd"), run.reach("efgh")) == ((0, 4), (4, 4))
-    run.insert("ijkl")
-    run.settle()
+    saved(run, "ijkl")
     assert (run.reach("abcd"), run.reach("ijkl")) == ((0, 4), (4, 4)), "what the device lacks is not given up"
-    run.insert("mnop")
-    run.settle()
+    saved(run, "mnop")
     assert [run.reach(text)[1] for text in ("abcd", "efgh", "ijkl", "mnop")] == [4, 4, 4, 4], "both tiers are full"
 
 
 def test_a_copy_of_what_stays_on_the_device_goes_before_what_the_device_lacks() -> None:
     run = runtime(device=12, host=8, storage=False)
-    for text in ("abcd", "efgh", "ijkl", "mnop"):
-        run.insert(text)
-        run.settle()
+    saved(run, "abcd", "efgh", "ijkl", "mnop")
     run.match(spell("efgh"))
-    run.insert("qrst")
-    run.settle()
+    saved(run, "qrst")
     found = [run.reach(text) for text in ("abcd", "efgh", "ijkl", "mnop", "qrst")]
     assert found == [(0, 4), (4, 4), (0, 4), (4, 4), (4, 4)]
 
@@ -164,9 +146,7 @@ def test_a_copy_of_what_stays_on_the_device_goes_before_what_the_device_lacks() 
 def test_what_is_saved_ahead_keeps_its_copy_until_it_has_left() -> None:
     run = runtime(device=16, host=8, storage=False, write_back_watermark=1.0)
     texts = ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx")
-    for text in texts:
-        run.insert(text)
-        run.settle()
+    saved(run, *texts)
     assert [holds_host(run, text) for text in texts] == [False, False, True, True, False, False]
     assert sum(len(effect.ops) for effect in run.log if isinstance(effect, BackupHost)) == 4, "each is copied once"
 
@@ -201,8 +181,7 @@ def revisits(host: int, policy: str, storage: bool) -> int:
 
 def test_a_copy_that_was_made_for_somebody_who_waits_is_not_given_up_for_one_that_can_wait() -> None:
     run = runtime(device=12, host=4)
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     run.insert("efgh")
     run.complete(*run.in_flight(BackupHost))
     run.fail(*run.in_flight(BackupStorage))
@@ -257,8 +236,7 @@ def holds_host(run: SynchronousRuntime, text: str) -> bool:
 
 def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
     run = runtime("full,swa", device=12, host=0, window=8)
-    run.insert("abcd")
-    run.insert("abcdefgh")
+    insert(run, "abcd", "abcdefgh")
     leaf = granted(run, "abcdefghX")
     take_beside_full(run, swa=9)
     found = run.match(spell("abcdX"))
@@ -290,20 +268,9 @@ def test_evicting_swa_drags_mamba_along() -> None:
     assert run.core.statistics().device[MAMBA].free == free + 1
 
 
-def test_evicting_full_drags_everything_along() -> None:
-    run = runtime("full,swa,mamba", device=8, host=0)
-    run.insert("abcdefgh", checkpoint=8)
-    run.settle()
-    take(run, 8)
-    stats = run.core.statistics()
-    assert stats.nodes == 0
-    assert stats.device[MAMBA].free == stats.device[MAMBA].capacity
-
-
 def test_an_eviction_tells_that_pages_left_their_tier() -> None:
     run = runtime(device=8, host=8)
-    run.insert("abcdefgh")
-    run.settle()
+    saved(run, "abcdefgh")
     mark = len(run.log)
     take(run, 8)
     events = [e for e in run.log[mark:] if isinstance(e, Publish)]
@@ -383,8 +350,7 @@ def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
     for seed in range(4):
         draw = random.Random(seed)
         config = core_config("full,swa,mamba", device=24, host=12, states=8, eviction=eviction)
-        small = tuple(replace(part, host=5) if part.kind is ComponentKind.SWA else part for part in config.components)
-        run = SynchronousRuntime(replace(config, components=small), seed)
+        run = SynchronousRuntime(resized(config, SWA, host=5), seed)
         texts = ["a"]
         for _ in range(40):
             text = draw.choice([*texts, ""]) + "".join(draw.choices("abcd", k=draw.randint(1, 4)))
@@ -402,8 +368,7 @@ def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
 def test_a_refusal_holds_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many backups that can wait ask in a row: what the first chose in vain is not chosen again for each."""
     run = SynchronousRuntime(core_config(device=64, host=16))
-    for text in ("abcd", "efgh", "ijkl", "mnop"):
-        run.insert(text)
+    insert(run, "abcd", "efgh", "ijkl", "mnop")
     run.settle()
     room = run.core._transfers.room
     refused = next(all_nodes(run.core.world))
@@ -434,8 +399,7 @@ OTHER = "qrstuvwx"
 def narrow(swa: int, states: int = 16, components: str = "full,swa", window: int = 2) -> SynchronousRuntime:
     """No host; ``swa`` pages and ``states`` states for it on the device; ``window`` in pages."""
     config = core_config(components, device=64, host=0, window=4 * window, states=states)
-    slots = [replace(c, device=swa) if c.window else c for c in config.components]
-    return SynchronousRuntime(replace(config, components=tuple(slots)))
+    return SynchronousRuntime(resized(config, SWA, device=swa))
 
 
 def short_windows() -> None:
@@ -451,8 +415,7 @@ def an_end_that_somebody_went_on_from() -> None:
     """Its window goes before an older one that nobody went on from."""
     run = narrow(swa=24)
     run.insert(OTHER)
-    run.insert("abcdefgh")
-    run.insert("abcdefghijklmnop")
+    insert(run, "abcdefgh", "abcdefghijklmnop")
     take_beside_full(run, swa=20)
     assert reach(run, OTHER, "abcdefghijklmnop") == [8, 16]
 
@@ -462,8 +425,7 @@ def a_fork() -> None:
     texts = "abcdefghijkl", "abcdefgh" + OTHER[:4]
     for swa, left in ((18, [8, 12, 12]), (19, [8, 8, 12])):
         run = narrow(swa=24)
-        for text in texts:
-            run.insert(text)
+        insert(run, *texts)
         take_beside_full(run, swa=swa)
         assert reach(run, "abcdefghX", *texts) == left
 
@@ -471,8 +433,7 @@ def a_fork() -> None:
 def the_deeper_is_not_the_colder() -> None:
     """Of a window that lies in several nodes, the last one is the last to go."""
     run = narrow(swa=8, window=4)
-    run.insert("abcdef")
-    run.insert("abcdefgh")
+    insert(run, "abcdef", "abcdefgh")
     take_beside_full(run, swa=2)
     take_beside_full(run, swa=1)
     (root,) = run.core.world.roots.values()

@@ -14,7 +14,6 @@ from asynccache.core.plan import (
     Compute,
     LoadBack,
     Medium,
-    More,
     Outcome,
     Plan,
     Retire,
@@ -22,7 +21,7 @@ from asynccache.core.plan import (
     Wait,
 )
 from asynccache.errors import CacheFull, InvariantViolation
-from tests.core.core_kit import COMPONENTS, forget, granted, runtime
+from tests.core.core_kit import COMPONENTS, forget, granted, insert, runtime
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
 # Leases: all or nothing, pins, splits under a pin, private copies, commits, duplicates, early release, load_back.
@@ -48,12 +47,6 @@ def test_a_lease_reserves_the_uncached_prompt_and_the_new_tokens() -> None:
     request = granted(run, "abcdef", new=6)
     assert (request.lease.cached, request.lease.reserved) == (16, 32)
     assert len(set(run.table(request.lease, 0))) == 8
-
-
-def test_at_least_one_token_is_left_to_compute() -> None:
-    run = runtime()
-    run.insert("abcd")
-    assert granted(run, "abcd").lease.cached == 12
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
@@ -90,8 +83,7 @@ def test_a_release_tells_that_pages_are_free() -> None:
 
 def test_a_swa_pin_covers_the_window_and_no_more() -> None:
     run = runtime("full,swa", window=8, device=16, host=0)
-    run.insert("abcd")
-    run.insert("abcdefgh")
+    insert(run, "abcd", "abcdefgh")
     reader = granted(run, "abcdefghX")
     table = run.table(reader.lease, SWA)
     assert all(slot >= 0 for slot in table[6:8])
@@ -296,23 +288,6 @@ def test_a_failed_load_tells_every_lease_how_much_is_good() -> None:
     again.verify()
 
 
-def test_a_failed_parents_load_takes_its_children_along() -> None:
-    run = evicted(device=32)
-    parent = granted(run, "abcdX")
-    child = granted(run, "abcdefghX")
-    loads = run.in_flight(LoadBack)
-    for load in reversed(loads[1:]):
-        run.complete(load)
-    run.fail(loads[0])
-    assert parent.lease.valid == 0
-    assert child.lease.valid == 0
-    parent.release()
-    child.release()
-    run.settle()
-    run.audit(idle=True)
-    assert run.reach("abcdefgh") == (0, 8)
-
-
 def test_a_minimum_worth_loading_never_holds_back_swa_or_mamba() -> None:
     run = evicted("full", load_back_threshold=1000)
     assert granted(run, "abcdefghX").lease.cached == 0
@@ -325,8 +300,7 @@ def test_a_minimum_worth_loading_never_holds_back_swa_or_mamba() -> None:
 
 def test_an_ended_conversation_goes_first_although_it_waits_in_an_order_already() -> None:
     run = runtime(device=12, host=0)
-    run.insert("abcd")
-    run.insert("wxyz")
+    insert(run, "abcd", "wxyz")
     request = granted(run, "wxyzX")
     request.release(ended=True)
     granted(run, "stuvwX")
@@ -406,25 +380,6 @@ def test_a_checkpoint_that_is_not_the_leases_own_changes_nothing() -> None:
     assert run.core.statistics() == before
 
 
-def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned() -> None:
-    run = runtime(device=1024, host=0, slice_steps=32)  # fewer than there are pinned nodes
-    held = []
-    for i in range(40):
-        request = granted(run, chr(300 + i) + "x")
-        request.compute(8)
-        assert request.commit()
-        held.append(request)
-    run.insert("unpinned")
-    for _ in range(10):
-        answer = run.core.invalidate(None)
-        if not isinstance(answer, More):
-            break
-        run.perform(answer.plan)
-    assert not isinstance(answer, More)
-    run.perform(answer)
-    assert run.core.statistics().nodes == 40
-
-
 def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
     run = runtime("full,swa", device=24, host=64, window=8)
     late = granted(run, "abcd")
@@ -487,7 +442,7 @@ def enter(run: SynchronousRuntime, text: str) -> Running:
     return running
 
 
-def insert(run: SynchronousRuntime, text: str) -> None:
+def insert_with_state(run: SynchronousRuntime, text: str) -> None:
     run.insert(text, checkpoint=len(text) if MAMBA in run.kinds else 0)
 
 
@@ -521,7 +476,7 @@ def is_empty(run: SynchronousRuntime) -> bool:
 def test_a_failed_batch_takes_what_it_published_and_all_below_it_out_of_the_tree(components: str) -> None:
     """In between the node was split, and another request has committed below both pieces."""
     run = windowed(components)
-    insert(run, "ab")
+    insert_with_state(run, "ab")
     first = publish(run, "abcdef")
     other = enter(run, "abcxyz")
     assert other.lease.cached == (2 if MAMBA in run.kinds else 3) * run.page
@@ -647,8 +602,8 @@ def test_a_cell_of_an_older_node_that_a_failed_batch_filled_is_not_served(filled
         run.insert("abcd")
         publish(run, "abcd").release()
     else:
-        insert(run, "abcd")
-        insert(run, "abcdef")
+        insert_with_state(run, "abcd")
+        insert_with_state(run, "abcdef")
         for node in run.core.world.find(SPACE, spell("abcd"))[0]:  # the window goes, as under pressure
             run.core._transfers.room.evict(node, SWA)
         assert run.core.match(SPACE, spell("abcd")).full == 4 * run.page

@@ -12,7 +12,7 @@ from asynccache.core.match import Explanation
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Ghosts, Gone, Node, Root
-from tests.core.core_kit import granted, runtime, take
+from tests.core.core_kit import granted, insert, runtime, saved, take
 from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # How far a prompt matches: validity per component, on either tier, after every kind of loss.
@@ -65,16 +65,6 @@ def test_what_left_the_device_matches_on_the_host() -> None:
     found = run.match(spell("abcdefgh"))
     assert found == Match(0, 24, 24, 24, 0, 0)
     assert found.needs_load_back
-
-
-def test_part_of_the_path_off_the_device() -> None:
-    run = runtime(device=8, host=64)
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    run.flush()
-    granted(run, "wxyz")
-    found = run.match(spell("abcdefgh"))
-    assert (found.device, found.host, found.full, found.host_hit_length) == (16, 32, 32, 16)
 
 
 # SWA
@@ -237,8 +227,7 @@ def test_a_whole_prompt_on_the_device() -> None:
 
 def test_runs_follow_the_nodes_and_say_what_is_on_its_way() -> None:
     run = remembering()
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     run.insert("abxy")
     first, second = explained(run, "abxy").runs
     assert (first.stop, first.cells[0].host, first.stored) == (8, "present", True)
@@ -247,8 +236,7 @@ def test_runs_follow_the_nodes_and_say_what_is_on_its_way() -> None:
 
 def test_what_only_the_host_has_would_be_loaded() -> None:
     run = remembering(device=8)
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     take(run, 8).release()
     found = explained(run, "abcd")
     assert (found.device, found.host, found.ends) == (0, 16, None)
@@ -263,12 +251,10 @@ def test_what_only_the_host_has_would_be_loaded() -> None:
 )
 def test_from_where_it_was_evicted_is_remembered(host: int, storage: bool, gone: Gone) -> None:
     run = remembering(device=4, host=host, storage=storage)
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     take(run, 4).release()
     run.insert("wxyz")
-    run.insert("stuv")
-    run.settle()
+    saved(run, "stuv")
     found = explained(run, "abcd")
     assert (found.tree, found.gone) == (0, gone)
     assert explained(run, "qqqq").gone is Gone.NEVER
@@ -276,8 +262,7 @@ def test_from_where_it_was_evicted_is_remembered(host: int, storage: bool, gone:
 
 def test_the_middle_of_a_path_remembers_what_hung_below_it() -> None:
     run = remembering(device=8, host=0)
-    run.insert("abcd")
-    run.insert("abcdefgh")
+    insert(run, "abcd", "abcdefgh")
     take(run, 1).release()
     found = explained(run, "abcdefgh")
     assert (found.tree, found.gone) == (16, Gone.DEVICE)
@@ -295,8 +280,7 @@ def test_no_state_ends_a_match() -> None:
 
 def test_a_hole_in_the_window_ends_a_match() -> None:
     run = remembering("full,swa", device=16, host=0, window=8)
-    run.insert("abcd")
-    run.insert("abcdefgh")
+    insert(run, "abcd", "abcdefgh")
     answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=14 * run.page))
     run.perform(answer.plan)
     found = explained(run, "abcd")
@@ -306,8 +290,7 @@ def test_a_hole_in_the_window_ends_a_match() -> None:
 
 def test_asking_touches_nothing() -> None:
     run = remembering(device=8, host=0)
-    run.insert("abcd")
-    run.insert("efgh")
+    insert(run, "abcd", "efgh")
     for _ in range(3):
         explained(run, "abcd")
     take(run, 4).release()

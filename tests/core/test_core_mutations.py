@@ -19,6 +19,7 @@ from tests.core import test_core_reuse as reuse_laws
 from tests.core.test_core_ends import (
     test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has as saved_ahead_gives_way,
 )
+from tests.core.test_core_machine import play_while_p2c_leads
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("breaks_a_core")]
 
@@ -173,7 +174,6 @@ def test_a_rule_that_is_left_out_is_noticed(broken: Rule, monkeypatch: pytest.Mo
 # Each law of ``p2c`` and of its queues is left out once, and the tests of the laws notice. So these tests can fail.
 
 
-led = reuse_laws.test_every_step_passes_the_audit_while_it_leads_with_pins_transfers_and_namespaces
 Law = Callable[[Patch], None]
 
 
@@ -187,7 +187,7 @@ def reuse_checks() -> list[Callable[[Patch], None]]:
         lambda patch: reuse_laws.test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used(),
         reuse_laws.test_ghosts_are_bounded_and_counted,
         lambda patch: reuse_laws.test_the_first_hundred_requests_are_those_of_lru(),
-        lambda patch: led("full", 0),
+        lambda patch: play_while_p2c_leads(120, "full", 0, random_seed=1),
         lambda patch: reuse_laws.test_it_keeps_what_comes_back_where_lru_keeps_what_was_last(),
     ]
 

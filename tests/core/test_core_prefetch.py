@@ -11,8 +11,7 @@ import pytest
 
 from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, BackupStorage, Status, Wait
-from asynccache.core.settings import CoreConfig
-from tests.core.core_kit import granted
+from tests.core.core_kit import granted, resized, saved, with_store_of
 from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
@@ -25,10 +24,7 @@ TEXT = "abcdefgh"
 
 def stored(text: str = TEXT, components: str = "full", *, checkpoint: int = 0, **options: Any) -> SynchronousRuntime:
     """A fresh process whose store has ``text``."""
-    first = SynchronousRuntime(core_config(components, **options))
-    first.insert(text, checkpoint=checkpoint)
-    first.flush()
-    return fresh(first)
+    return with_store_of(core_config(components, **options), text, checkpoint=checkpoint)
 
 
 def fresh(run: SynchronousRuntime, **options: Any) -> SynchronousRuntime:
@@ -54,11 +50,6 @@ def read_back(run: SynchronousRuntime, text: str, pages: int) -> Running:
     assert request.ready
     request.verify()
     return request
-
-
-def assert_idle(run: SynchronousRuntime) -> None:
-    run.settle()
-    run.audit(idle=True)
 
 
 # arithmetic
@@ -236,12 +227,10 @@ def test_the_anchors_backup_goes_first() -> None:
 
 def test_the_anchor_is_pinned() -> None:
     run = fresh(stored(), components=core_config(device=8, host=12).components)
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     fetch = opened(run)
     fetch.take_full(4)
-    run.insert("stuvwxyz")
-    run.settle()
+    saved(run, "stuvwxyz")
     assert run.reach("abcd")[1] == 4
     fetch.commit(32, holders=[1])
     assert run.reach(TEXT)[1] == 8
@@ -310,31 +299,10 @@ def test_swa_one_page_unreadable_after_it_was_seen() -> None:
     read_back(run, TEXT, 6).release()
 
 
-def anchored(window: int = 16, write_policy: str = "write_through") -> tuple[SynchronousRuntime, Fetch]:
-    """The first four pages are on the host; of the window of six pages' end, two lie in the anchor."""
-    run = swa_store(window=window)
-    for page, digest in enumerate(run.chain(SPACE, spell(TEXT))):
-        if page < 4:
-            del run.storage[SWA, digest]
-    run.insert("abcd")
-    run.settle()
-    return run, opened(run, "abcdef")
-
-
-def test_swa_the_window_partly_in_the_anchor() -> None:
-    run, fetch = anchored()
-    assert fetch.shape.swa == ((0, 16),)
-    before = host_free(run)
-    assert fetch.finish() == 24
-    assert host_free(run) == [before[0] - 2, before[1] - 2]
-    read_back(run, "abcdef", 6).release()
-
-
 def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
     """Also where a part of the window that it would complete is on the device alone."""
     run = swa_store(window=16)
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     (node,) = run.core.world.roots[SPACE].children.values()  # type: ignore[union-attr]
     run.core.world.vacate(node, SWA + run.core.world.count)
     hung = opened(run, "abcdef")
@@ -364,8 +332,7 @@ def test_mamba_needs_the_state_at_its_end() -> None:
 
 def test_the_host_short_of_states_takes_none() -> None:
     run = stored(components="full,mamba", checkpoint=8)
-    slots = tuple(dataclasses.replace(c, host=1 if c.kind == MAMBA else c.host) for c in run.config.components)
-    run = fresh(run, components=slots)
+    run = SynchronousRuntime(resized(run.config, MAMBA, host=1), storage=run.storage)
     run.insert("xyz", checkpoint=3)
     run.complete(*run.in_flight(BackupHost))
     fetch = opened(run, begin=Begin.NOW)
@@ -381,20 +348,11 @@ SIX = "abcdef"
 OTHERS = ("mnop", "qrst", "uvwx", "MNOP", "QRST", "UVWX")
 
 
-def narrow(device: int = 16, swa: int = 8, window: int = 16) -> CoreConfig:
-    """Host room for ``swa`` SWA pages, and for any number of FULL's."""
-    config = core_config("full,swa", device=device, host=64, window=window)
-    return dataclasses.replace(
-        config, components=tuple(dataclasses.replace(c, host=swa) if c.kind == SWA else c for c in config.components)
-    )
-
-
-def stored_narrow(**options: int) -> SynchronousRuntime:
-    """A fresh process whose store has every page of TEXT."""
-    first = SynchronousRuntime(core_config("full,swa", window=options.get("window", 16)))
-    first.insert(SIX)
-    first.flush()
-    return SynchronousRuntime(narrow(**options), storage=first.storage)
+def stored_narrow(swa: int = 8, window: int = 16) -> SynchronousRuntime:
+    """A fresh process whose store has every page of SIX; host room for ``swa`` SWA pages, and for any number of
+    FULL's."""
+    config = core_config("full,swa", device=16, host=64, window=window)
+    return with_store_of(resized(config, SWA, host=swa), SIX, first=core_config("full,swa", window=window))
 
 
 def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
@@ -402,12 +360,6 @@ def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
     chain = run.chain(SPACE, spell(SIX))
     for page in pages:
         del run.storage[SWA, chain[page]]
-
-
-def insert(run: SynchronousRuntime, *texts: str) -> None:
-    for text in texts:
-        run.insert(text)
-        run.settle()
 
 
 def clear_device(run: SynchronousRuntime) -> None:
@@ -425,38 +377,14 @@ def push_out(run: SynchronousRuntime) -> None:
     """Others take all of SWA's host pages; then the device is cleared. A leaf would go whole: what has been continued
     keeps FULL, as its continuation goes first."""
     for other in OTHERS:
-        insert(run, other)
+        saved(run, other)
         clear_device(run)
     run.settle()
-
-
-def opened_six(run: SynchronousRuntime, text: str = SIX) -> Fetch:
-    fetch = open_fetch(run, spell(text))
-    assert isinstance(fetch, Fetch), fetch
-    return fetch
 
 
 def host(run: SynchronousRuntime) -> list[tuple[int, int]]:
     """(free, evictable) pages of FULL and SWA."""
     return [(shelf.free, shelf.evictable) for shelf in run.core.statistics().host]
-
-
-def assert_read_back(run: SynchronousRuntime, text: str) -> None:
-    """A request that hits all of it, every byte right, and nothing is left behind it."""
-    request = granted(run, text + "!")
-    assert request.lease.cached == len(text) * run.page
-    run.settle()
-    assert request.ready
-    request.verify()
-    request.release()
-    assert_nothing_leaked(run)
-
-
-def assert_nothing_leaked(run: SynchronousRuntime) -> None:
-    run.settle()
-    run.audit(idle=True)
-    for shelf in (*run.core.statistics().host, *run.core.statistics().device):
-        assert shelf.free + shelf.evictable == shelf.capacity
 
 
 @pytest.mark.parametrize(
@@ -469,28 +397,28 @@ def test_an_anchors_part_that_was_evicted_is_fetched_for_the_longest_end_that_st
 ) -> None:
     """Also for one before the anchor: of FULL nothing is read then."""
     run = stored_narrow()
-    insert(run, "abcd", "abcdPQRST")
+    saved(run, "abcd", "abcdPQRST")
     push_out(run)
     assert run.reach("abcd") == (0, 0), "its SWA is gone on both tiers"
     lose(run, missing)
     if end:
-        fetch = opened_six(run)
+        fetch = opened(run, SIX)
         assert (fetch.shape.anchor, fetch.shape.swa) == (4 * min(4, end), ()), "its FULL is not"
         assert fetch.finish() == end * 4
         assert run.reach(SIX) == (0, end)
-        assert_read_back(run, SIX[:end])
+        read_back(run, SIX[:end], end)
     else:
         assert open_fetch(run, spell(SIX)) == MISS
 
 
 def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() -> None:
     run = stored_narrow()
-    insert(run, "abcd")
+    saved(run, "abcd")
     lose(run, (0, 1, 2, 3))
-    fetch = opened_six(run)
+    fetch = opened(run, SIX)
     assert (fetch.shape.anchor, fetch.shape.swa) == (16, ((0, 16),))
     fetch.take_full(2)
-    insert(run, *OTHERS[:4])
+    saved(run, *OTHERS[:4])
     assert run.reach("abcd") == (0, 4), "on the device it is gone, and without the pin it were on the host, too"
     assert run.lease(b"", new=16 * run.page) is None, "only the fetch can make room for the backups it waits for"
     assert fetch.take_aux(24)
@@ -502,10 +430,10 @@ def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() 
 def tombstone() -> tuple[SynchronousRuntime, Fetch]:
     """All of FULL is on the host and none of SWA; a fetch brings the window."""
     run = stored_narrow(window=8)
-    insert(run, SIX, SIX + "PQRST")
+    saved(run, SIX, SIX + "PQRST")
     push_out(run)
     assert run.reach(SIX) == (0, 0)
-    fetch = opened_six(run)
+    fetch = opened(run, SIX)
     assert fetch.shape.anchor == len(SIX) * 4
     assert fetch.usable() == len(SIX) * 4
     assert fetch.take_aux(24)
@@ -520,22 +448,21 @@ def test_a_tombstone_that_was_refilled_meanwhile_keeps_what_it_has(settled: bool
         run.settle()
     fetch.commit(24)
     assert run.reach(SIX) == (6, 6)
-    assert_nothing_leaked(run)
-    assert_read_back(run, SIX)
+    read_back(run, SIX, 6)
 
 
 def test_a_tombstone_that_was_split_meanwhile_is_filled_in_every_part() -> None:
     run, fetch = tombstone()
-    insert(run, "abcdeX")
+    saved(run, "abcdeX")
     fetch.commit(24)
     assert run.reach(SIX)[1] == 6
-    assert_read_back(run, SIX)
+    read_back(run, SIX, 6)
 
 
 def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
     run = stored_narrow(swa=3, window=16)
     before = host(run)
-    fetch = opened_six(run)
+    fetch = opened(run, SIX)
     fetch.take_full(6)
     assert not fetch.take_aux(24)
     fetch.release()
@@ -547,17 +474,17 @@ def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
 def test_of_a_window_that_is_there_in_part_only_the_rest_is_fetched() -> None:
     """Also where what is gone lies between what is there and the anchor, and storage has no more than what is gone."""
     run = stored_narrow()
-    insert(run, "abcd", SIX)
+    saved(run, "abcd", SIX)
     world = run.core.world
     node = next(iter(world.roots[SPACE].children.values()))  # type: ignore[union-attr]
     (last,) = node.children.values()  # type: ignore[union-attr]
     for place in (SWA, SWA + world.count):
         world.vacate(last, place)
     lose(run, (0, 1, 2, 3))
-    fetch = opened_six(run)
+    fetch = opened(run, SIX)
     assert (fetch.shape.anchor, fetch.shape.swa) == (24, ((0, 16),))
     assert fetch.finish() == 24
-    assert_read_back(run, SIX)
+    read_back(run, SIX, 6)
 
 
 # Claims: the pages that a prefetch brought stay on the host until its lease is granted, and block nobody for ever.
@@ -568,11 +495,8 @@ TEXTS = ("abcd", "efgh", "ijkl", "mnop")
 
 def stored_texts(components: str = "full", **options: Any) -> SynchronousRuntime:
     """A fresh process with this little room, whose store has every text."""
-    first = SynchronousRuntime(core_config(components, device=256, host=256))
-    for text in TEXTS:
-        first.insert(text, checkpoint=4 if "mamba" in components else 0)
-    first.flush()
-    return SynchronousRuntime(core_config(components, **options), storage=first.storage)
+    config, roomy = core_config(components, **options), core_config(components, device=256, host=256)
+    return with_store_of(config, *TEXTS, checkpoint=4 if "mamba" in components else 0, first=roomy)
 
 
 def fetch(run: SynchronousRuntime, text: str, *holders: int, begin: Begin = Begin.NEXT) -> int:
@@ -718,8 +642,7 @@ def test_what_storage_has_is_not_backed_up_again_at_the_cost_of_waiting() -> Non
 
 def test_a_lease_waits_for_backups_rather_than_take_a_shorter_match() -> None:
     run = SynchronousRuntime(core_config(device=12, host=16, max_backup_ops=1, storage=False))
-    run.insert("abcd")
-    run.settle()
+    saved(run, "abcd")
     push_out = granted(run, "z" * 12)
     push_out.release()
     run.insert("stuv")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from asynccache.core import policies
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.eviction import EvictionPolicy, Learned, Lru, Order
-from asynccache.core.plan import More, Status
 from asynccache.core.policies import (
     _EDGES,
     BINS,
@@ -30,12 +28,12 @@ from asynccache.core.policies import (
     bin_of,
 )
 from asynccache.core.room import Verdict
-from asynccache.core.settings import Access, CoreConfig
+from asynccache.core.settings import Access
 from asynccache.core.tree import PRESENT, Node, Root, cut, link, walk
 from asynccache.core.world import LATE
-from tests.core.core_kit import written
-from tests.simulated.leading import check_books, check_duel, leading
-from tests.simulated.synchronous import FULL, SPACE, Running, SynchronousRuntime, core_config, spell
+from tests.core.core_kit import insert, saved, written
+from tests.simulated.leading import check_books, check_duel
+from tests.simulated.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
 
 # ``p2c``: what it learns, that it stays near to LRU where nothing can be learned, and that its memory is bounded.
 
@@ -366,82 +364,6 @@ class Checked(EvictionPolicy):
         self.forget, self.recall = policy.forget, policy.recall  # type: ignore[method-assign]
 
 
-class Crowd:
-    """Requests that stay open for a while, in several namespaces that are forgotten now and then, with copies that take
-    their time or fail. Every step is audited."""
-
-    def __init__(self, run: SynchronousRuntime, seed: int) -> None:
-        self.run = run
-        self.draws = random.Random(seed)
-        self.open: list[Running] = []
-        self.known: dict[bytes, list[str]] = {space: [""] for space in (SPACE, b"two".ljust(32), b"three".ljust(32))}
-
-    def play(self, steps: int) -> None:
-        draws = self.draws
-        for number in range(steps):
-            self.run.core.at(number * 0.001)
-            space = draws.choice(list(self.known))
-            if draws.random() < 0.7:
-                self.ask(space, number)
-            if self.run.jobs and draws.random() < 0.5:
-                status = Status.FAILED if draws.random() < 0.1 else Status.DONE
-                self.run.complete(draws.choice(self.run.in_flight()), status=status)
-            if draws.random() < 0.02:
-                self.forget(space)
-            while len(self.open) > 3 or (self.open and draws.random() < 0.2):
-                self.leave()
-        while self.open:
-            self.leave()
-        self.run.settle()
-        while self.run.core.world.dead_roots:
-            self.run.perform(self.run.core.follow_up())
-        self.run.audit(idle=True)
-
-    def ask(self, space: bytes, number: int) -> None:
-        """A text that begins like an earlier one of its namespace; it is computed and stays open."""
-        draws = self.draws
-        start = draws.choice(self.known[space][-15:]) if draws.random() < 0.7 else ""
-        new = fresh(number, draws.randrange(1, 5)) if draws.random() < 0.7 else ""
-        text = (start[: draws.randrange(len(start) + 1)] + new)[:8] or start
-        if not text:
-            return
-        request = self.run.lease(spell(text, self.run.page), space=space)
-        if request is None:
-            self.run.settle()
-            self.leave()
-            return
-        self.open.append(request)
-        self.run.complete(*[op for op in request.lease.loads if op in self.run.jobs])
-        request.compute(len(text) * self.run.page)
-        if request.commit():
-            self.known[space].append(text)
-
-    def leave(self) -> None:
-        if self.open:
-            self.open.pop(self.draws.randrange(len(self.open))).release(ended=self.draws.random() < 0.2)
-
-    def forget(self, space: bytes) -> None:
-        while isinstance(answer := self.run.core.invalidate(space), More):
-            self.run.perform(answer.plan)
-        self.run.perform(answer)
-
-
-@pytest.mark.parametrize("host", [12, 0])
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
-@pytest.mark.slow(0.6)
-def test_every_step_passes_the_audit_while_it_leads_with_pins_transfers_and_namespaces(
-    components: str, host: int
-) -> None:
-    config = core_config(components, device=32, host=host, states=20, eviction="p2c", page_size=512)
-    choices: Counter[str] = Counter()
-    for seed in range(3):
-        with leading(seed) as seen:
-            Crowd(SynchronousRuntime(config), seed).play(100)
-        choices += seen
-    assert choices["led"] > choices["choices"] / 2 > 30, f"p2c hardly ever leads: {choices}"
-    assert choices["not the oldest"] > (0 if host else 10), choices
-
-
 class Mru(EvictionPolicy):
     """Most recently used first: a policy of somebody's own."""
 
@@ -456,8 +378,7 @@ def mru(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_policy_of_ones_own_chooses(mru: None) -> None:
     run = runtime("mru", device=12)
-    for text in ("abcd", "efgh", "ijkl", "mnop"):
-        run.insert(text)
+    insert(run, "abcd", "efgh", "ijkl", "mnop")
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [4, 4, 0, 4]
 
 
@@ -490,21 +411,8 @@ def insert_and_end(run: SynchronousRuntime, text: str) -> None:
 def test_what_was_ended_goes_before_a_policy_is_asked(mru: None) -> None:
     run = runtime("mru", device=12)
     insert_and_end(run, "abcd")
-    for text in ("efgh", "ijkl", "mnop"):
-        run.insert(text)
+    insert(run, "efgh", "ijkl", "mnop")
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [0, 4, 4, 4]
-
-
-def test_a_policy_is_made_for_the_core_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[CoreConfig] = []
-
-    def make(config: CoreConfig) -> EvictionPolicy:
-        seen.append(config)
-        return Mru()
-
-    monkeypatch.setitem(POLICIES, "own", make)
-    run = runtime("own", device=12)
-    assert seen == [run.core.config]
 
 
 @pytest.mark.parametrize("alphabet", ["a", "ab", "abcdefgh"])
@@ -596,14 +504,6 @@ def test_a_long_prompt_after_many_small_nodes_makes_room_in_several_calls() -> N
     assert max(held(tree)) <= 200
 
 
-def test_as_long_as_all_is_worth_the_same_both_find_the_same() -> None:
-    tree, draw = new(12), random.Random(3)
-    for _ in range(300):
-        tree.use(draw.choice("abcdefgh") * 3)
-        assert tree.duel.ahead == 0
-        assert not tree.duel.leads
-
-
 def prefer_the_old() -> list[list[float]]:
     """What was used just now is worth least."""
     return [[float(k) for k in range(BINS)] for _ in CLASSES]
@@ -663,33 +563,6 @@ def test_what_was_long_ago_counts_for_no_more_than_the_bound(pages: int, bound: 
         for text in range(pages // 2):
             tree.use(chr(0x4E00 + text) * 3)
     assert tree.duel.ahead == bound
-
-
-def test_of_a_node_that_was_divided_the_part_that_was_not_used_goes_first() -> None:
-    tree = new(8)
-    tree.use("abcd")
-    tree.use("ab", "xy")
-    tree.use("mnop")
-    assert held(tree) == (8, 8)
-    tree.use("qr")
-    assert held(tree) == (8, 8), "both gave up the two pages that were used once"
-    assert sorted(one.pages for one in tree.duel._seen.values()) == [2, 2, 4]
-
-
-def test_a_node_that_comes_back_with_other_pages_is_another() -> None:
-    """What is remembered of a node that left has its number; what comes back may be longer, or begin elsewhere."""
-    tree = new(24)
-    tree.use("abcdef")
-    number = tree.node(tree.root, "abcdef").heat
-    longer = Node(spell("abcdefgh"), 8, tree.root, 1)
-    other = Node(spell("ef"), 6, Node(spell("wxyz"), 4, tree.root, 1), 1)
-    for one, pages in ((longer, 8), (other, 2)):
-        one.heat = number
-        tree.now += 1_000_000
-        tree.duel.use([(one, 0)], tree.now)
-        check_duel(tree.duel)
-        assert one.heat != number
-        assert tree.duel._seen[one.heat >> HEAT_BITS].pages == pages
 
 
 def usual(count: int, share: float) -> _Usual:
@@ -756,18 +629,6 @@ def test_while_it_is_in_doubt_whether_less_is_found_the_oldest_goes_and_the_lead
         for text in "abcdef":
             tree.use(text * 3, text.upper() * 12)
     assert tree.duel.leads, "what was usual is found again"
-
-
-def test_what_was_ended_leaves_both() -> None:
-    tree = new(12)
-    tree.use("ab", "cd")
-    tree.use("ab", "ef")
-    for first, second in (("ab", "cd"), ("ab", "ef")):
-        tree.duel.end(tree.node(tree.node(tree.root, first), second))
-        check_duel(tree.duel)
-    assert held(tree) == (2, 2)
-    tree.duel.end(tree.node(tree.root, "ab"))
-    assert len(tree.duel._seen) == 0
 
 
 def test_of_large_caches_only_some_nodes_are_drawn() -> None:
@@ -889,8 +750,7 @@ def on_host(run: SynchronousRuntime) -> list[str]:
 def test_what_would_go_from_the_host_before_all_that_is_there_is_not_copied_to_it() -> None:
     """A conversation that has ended leaves the device without a copy, and nothing is lost that somebody wants."""
     run = filled(storage=False)
-    run.insert("qrst")
-    run.settle()
+    saved(run, "qrst")
     assert run.reach("mnop") == (0, 0)
     assert on_host(run) == ["ijkl", "ABCD"], "which were there before"
     assert run.core.statistics().lost_pages == 0
@@ -908,29 +768,13 @@ def make_room(run: SynchronousRuntime) -> None:
 def test_what_was_given_up_is_asked_again_when_a_store_comes() -> None:
     """It was condemned ahead of time, because the host had no room for it and nobody else wanted it."""
     run = filled(storage=False, write_policy="write_back", write_back_watermark=0.5)
-    run.insert("qrst")
-    run.settle()
+    saved(run, "qrst")
     assert path_of(run, "mnop")[0].condemned
     run.core.attach_storage(Access.WRITE)
     make_room(run)
     run.flush()
     stored = {digest for component, digest in run.storage if component == FULL}
     assert stored >= set(run.chain(SPACE, spell("mnop", 512)))
-
-
-def test_what_was_given_up_is_asked_again_when_the_host_has_room() -> None:
-    run = filled(storage=False, write_policy="write_back", write_back_watermark=0.5)
-    run.insert("qrst")
-    run.settle()
-    world = run.core.world
-    assert path_of(run, "mnop")[0].condemned
-    for text in TEXTS:
-        for node in path_of(run, text):
-            if node.state[1] == PRESENT:
-                world.vacate(node, 1)
-                world.remove_if_empty(node, 1)
-    make_room(run)
-    assert run.reach("mnop") == (0, 4)
 
 
 def leaf_with_a_copy_of_full_alone(run: SynchronousRuntime) -> Node:

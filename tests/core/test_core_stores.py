@@ -24,7 +24,7 @@ from asynccache.core.plan import (
     operations,
 )
 from asynccache.core.world import World
-from tests.core.core_kit import COMPONENTS, granted, runtime
+from tests.core.core_kit import COMPONENTS, granted, insert, runtime, saved
 from tests.simulated.fetching import Fetch, open_fetch
 from tests.simulated.synchronous import FULL, HASH, MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
@@ -110,8 +110,7 @@ def test_a_failed_copy_of_a_split_node_publishes_nothing_and_is_made_again(compo
     run = runtime(components, window=32)
     run.insert("abcdefgh")
     backup = run.in_flight(BackupHost)
-    run.insert("abcdX")
-    run.insert("abcdefY")
+    insert(run, "abcdX", "abcdefY")
     run.fail(*backup)
     assert stored_events(run.log, Medium.CPU) == []
     run.settle()
@@ -124,9 +123,7 @@ def test_a_failed_copy_of_a_split_node_publishes_nothing_and_is_made_again(compo
 
 def test_a_childs_ack_waits_for_its_parents() -> None:
     run = runtime()
-    run.insert("abcd")
-    run.insert("abcdefgh")
-    run.insert("abcdefghij")
+    insert(run, "abcd", "abcdefgh", "abcdefghij")
     parent, child, grandchild = run.in_flight(BackupHost)
     run.complete(grandchild)
     run.complete(child)
@@ -139,8 +136,7 @@ def test_a_childs_ack_waits_for_its_parents() -> None:
 @pytest.mark.parametrize("failing", range(3))
 def test_any_order_of_outcomes_with_any_one_failed_ends_well(order: tuple[int, ...], failing: int) -> None:
     run = runtime()
-    for text in ("abcd", "abcdefgh", "abcdefghij"):
-        run.insert(text)
+    insert(run, "abcd", "abcdefgh", "abcdefghij")
     ops = run.in_flight(BackupHost)
     for i in order:
         (run.fail if i == failing else run.complete)(ops[i])
@@ -198,16 +194,14 @@ def test_selective_counts_the_chunks_of_one_request_once() -> None:
         assert request.commit()
     assert run.in_flight() == []
     request.release()
-    run.insert("abcdefghij")
-    run.settle()
+    saved(run, "abcdefghij")
     assert all(stored(run, "abcdefgh"))
     assert not any(stored(run, "abcdefghij")[8:])
 
 
 def test_write_back_saves_the_coldest_below_the_watermark() -> None:
     run = runtime(device=20, host=64, write_policy="write_back", write_back_watermark=0.5)
-    run.insert("abcd")
-    run.insert("efgh")
+    insert(run, "abcd", "efgh")
     assert run.in_flight() == []
     run.insert("ijkl")
     assert run.in_flight(BackupHost) != []
@@ -225,8 +219,7 @@ def test_without_a_host_nothing_is_copied() -> None:
 
 def test_backups_beyond_the_limit_are_deferred_and_not_lost() -> None:
     run = runtime(max_backup_ops=2)
-    for text in ("ab", "cd", "ef", "gh", "ij"):
-        run.insert(text)
+    insert(run, "ab", "cd", "ef", "gh", "ij")
     assert len(run.in_flight(BackupHost)) == 2
     run.settle()
     run.flush()
@@ -282,8 +275,7 @@ def test_without_a_store_nothing_is_stored_or_fetched_and_nothing_waits_for_it()
 
 def test_what_is_on_the_host_when_a_store_comes_is_stored_by_a_backfill() -> None:
     run = storing()
-    for text in (TEXT, "abcdxyz", "abq"):
-        run.insert(text)
+    insert(run, TEXT, "abcdxyz", "abq")
     run.flush()
     attach(run)
     assert run.unsaved() == (0, 8 + 3 + 1)
@@ -314,8 +306,7 @@ def test_what_is_committed_later_goes_there_by_itself() -> None:
     run.insert("abcd")
     run.flush()
     attach(run)
-    run.insert(TEXT)
-    run.settle()
+    saved(run, TEXT)
     assert in_store(run) == 4
     run.flush()
     assert in_store(run) == 8
@@ -346,57 +337,13 @@ def test_after_a_store_has_left_nothing_passes_for_stored() -> None:
     assert run.unsaved() == (0, 0)
 
 
-def test_what_was_under_way_to_a_store_that_left_does_not_pass_for_stored_either() -> None:
-    run = storing(storage=True)
-    run.insert(TEXT)
-    run.complete(*run.in_flight())
-    stores = run.in_flight(BackupStorage)
-    assert stores
-    detach(run, Access.WRITE)
-    run.complete(*stores)
-    run.storage.clear()
-    assert run.unsaved() == (0, 8)
-    run.flush()
-    assert in_store(run) == 8
-
-
-def test_what_was_being_fetched_from_it_does_not() -> None:
-    run = storing(storage=True)
-    run.insert(TEXT)
-    run.flush()
-    other = SynchronousRuntime(run.config, storage=dict(run.storage))
-    fetch = open_fetch(other, spell(TEXT))
-    assert isinstance(fetch, Fetch)
-    assert fetch.take_full(8) == 8
-    detach(other, Access.WRITE)
-    assert fetch.finish() == 8 * other.page
-    assert other.unsaved() == (0, 8)
-
-
-def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
-    run = storing(storage=True)
-    run.insert(TEXT)
-    run.flush()
-    detach(run, Access.WRITE)
-    run.insert("abcdx")
-    run.settle()
-    run.flush()
-    assert run.unsaved() == (0, 0)
-    run.insert("abz")
-    assert run.unsaved() == (1, 0)
-    run.flush()
-    detach(run, Access.WRITE)
-    assert run.unsaved() == (0, 8 + 1 + 1)
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.slow(0.7)
 def test_a_backfill_misses_nothing_however_the_tree_changes_meanwhile(seed: int) -> None:
     """Also nodes that were split between two slices, above and below where the pass is."""
     random, run = Random(seed), storing(device=400, host=400)
     texts = ["".join(random.choice("ab") for _ in range(random.randint(4, 12))) for _ in range(12)]
-    for text in texts:
-        run.insert(text)
+    insert(run, *texts)
     run.flush()
     attach(run)
     run.storage.clear()
@@ -412,8 +359,7 @@ def test_a_backfill_misses_nothing_however_the_tree_changes_meanwhile(seed: int)
 
 def test_a_backfill_names_what_the_tree_knows() -> None:
     run = storing(publish=True)
-    run.insert(TEXT)
-    run.insert("abq")
+    insert(run, TEXT, "abq")
     run.flush()
     attach(run)
     run.log.clear()
@@ -424,22 +370,6 @@ def test_a_backfill_names_what_the_tree_knows() -> None:
     assert all(effect.medium is Medium.STORAGE for effect in plan.effects if isinstance(effect, Publish))
     assert len(named) == 32 * (8 + 1)
     assert not run.jobs
-
-
-def test_a_dead_namespace_is_not_stored_again() -> None:
-    run = storing()
-    run.insert(TEXT)
-    run.flush()
-    request = run.lease(spell(TEXT))
-    attach(run)
-    backfill = run.core.backfill(store=True)
-    run.perform(run.core.invalidate(None))  # type: ignore[arg-type]
-    plan, over = backfill.some(9, 100)
-    run.perform(plan)
-    run.settle()
-    assert over
-    assert not run.storage
-    assert request is not None
 
 
 # Pages that storage did not take are offered again when it has taken others and is idle, and never many at once.
