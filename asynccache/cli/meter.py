@@ -60,9 +60,6 @@ class Samples:
         for number in numbers:
             self.append(number)
 
-    def __repr__(self) -> str:
-        return f"Samples({len(self._kept)} of {self.count})"
-
     def __len__(self) -> int:
         return len(self._kept)
 

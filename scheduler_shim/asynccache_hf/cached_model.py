@@ -155,9 +155,6 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def __repr__(self) -> str:
-        return f"<LoopThread {self._thread.name!r}, {'alive' if self.alive else 'closed'}>"
-
     @property
     def alive(self) -> bool:
         """True if the loop takes calls."""

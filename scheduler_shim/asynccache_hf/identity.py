@@ -212,9 +212,6 @@ class ModelIdentity:
         self._place = model.dtype, model.device
         self._known: dict[str | None, tuple[Stamp, str]] = {None: (stamp_of(parts.weights), self._first)}
 
-    def __repr__(self) -> str:
-        return f"<ModelIdentity {self.name!r}>"
-
     def now(self) -> str:
         """Return the name of all that has changed since the beginning, and of the active adapters: 32 hexadecimal
         digits, or nothing if the weights are as they were and no adapter is active.

@@ -125,9 +125,6 @@ class TrackMemory:
         """Units as rows of numbers, so that one copy takes all fields of a unit; None if the fields differ in dtype, or
         if there is only one."""
 
-    def __repr__(self) -> str:
-        return f"<TrackMemory of {self._track.pool!r}>"
-
     def read(self, table: Pages, first: int, stop: int) -> dict[str, torch.Tensor]:
         """Units ``first`` to ``stop``, copied: ``[units, *shape]`` by field.
 

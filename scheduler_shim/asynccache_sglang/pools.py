@@ -11,12 +11,16 @@ known. There are four kinds of pools:
     WholePages    The pool does not say where its pages lie. It is asked for copies of them by ``get_data_page``.
     MarkPages     The pool has no bytes, as DeepSeek-V4's anchor. A mark is stored for each page, so that the stores
                   know which pages there are.
+
+All have ``page_size``, the host indices in a page; ``parts``, the bytes of each part of a page; and ``how``, the order
+of bytes in a stored page. That is part of the keys, because the same pool may be read in ways that give the same bytes
+in another order. A page is named by the first of its host indices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,32 +30,6 @@ from asynccache.errors import ConfigError
 Bytes = npt.NDArray[np.uint8]
 
 MARK = b"asynccache page\n"
-
-
-class CopiedPages(Protocol):
-    """Pages of a pool that are copied on their way. A page is named by the first of its host indices.
-
-    page_size: host indices in a page. parts: the bytes of each part of a page.
-    how: the order of bytes in a stored page. It is part of the keys, because the same pool may be read in ways that
-        give the same bytes in another order.
-    """
-
-    @property
-    def how(self) -> str: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def parts(self) -> tuple[int, ...]: ...
-
-    def load(self, index: int, row: Bytes) -> None:
-        """Copy the page to ``row``."""
-        ...
-
-    def save(self, row: Bytes, index: int) -> None:
-        """Copy ``row`` to the page."""
-        ...
 
 
 class DirectPages:
@@ -126,6 +104,10 @@ class MarkPages:
         pass
 
 
+CopiedPages = PartViews | WholePages | MarkPages
+"""Pages that are copied on their way: ``load`` copies a page to a row, ``save`` a row to a page."""
+
+
 def source_of(name: str, host_pool: Any) -> DirectPages | CopiedPages:
     """Return the access to the pages of ``host_pool``, direct or through copies.
 
@@ -134,7 +116,7 @@ def source_of(name: str, host_pool: Any) -> DirectPages | CopiedPages:
     """
     if getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 1):
         return MarkPages(host_pool)
-    source: DirectPages | PartViews | WholePages | None = _by_parts(host_pool)
+    source: DirectPages | CopiedPages | None = _by_parts(host_pool)
     if source is None:
         try:
             source = WholePages(host_pool)

@@ -41,12 +41,6 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
 class ScheduledRequest:
     """One request of one scheduler. All positions and lengths are in tokens."""
 
-    __slots__ = (
-        "_buffer", "behind", "blocked", "checkpointed", "computed", "deadline", "entering", "entry", "failed_loads",
-        "handle", "id", "lease", "length", "marks", "order", "pages", "patient", "priority", "private", "reserved",
-        "submitted", "terms", "watch",
-    )  # fmt: skip
-
     def __init__(self, submitted: Request, number: int) -> None:
         self.submitted = submitted
         """The ``Request`` that the caller holds, to which the scheduler tells its state and its output."""
@@ -77,9 +71,6 @@ class ScheduledRequest:
         self.deadline = None if most is None else asyncio.get_running_loop().time() + most
         """The time of the loop after which a token is the last one; None: there is none."""
         self._forget()
-
-    def __repr__(self) -> str:
-        return f"ScheduledRequest({self.id}, {self.submitted.state.value}, {self.computed} of {self.length} tokens)"
 
     def _forget(self) -> None:
         self.computed = self.reserved = self.entry = self.checkpointed = 0
@@ -216,9 +207,6 @@ class Board:
         """How often a request gave its pages back, so far."""
         self.bell = asyncio.Event()
         """Set when the loop has something to do."""
-
-    def __repr__(self) -> str:
-        return f"Board({len(self.waiting)} waiting, {len(self.held)} hold pages)"
 
     @property
     def batch(self) -> int | None:

@@ -59,8 +59,6 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 class _SentRequest:
     """The part of a request that has been sent so far. The writer and the reader each keep one."""
 
-    __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
-
     def __init__(self) -> None:
         self.tokens = _NONE
         """The reader's buffer, of which the first ``length`` tokens are known."""
@@ -75,9 +73,6 @@ class PayloadWriter:
     def __init__(self) -> None:
         self._told: dict[int, _SentRequest] = {}
         self._encoder = msgspec.msgpack.Encoder()
-
-    def __repr__(self) -> str:
-        return f"PayloadWriter({len(self._told)} requests)"
 
     def write(self, batch: Batch) -> bytes:
         """The bytes of ``batch``, for readers that have read everything that was written before."""
@@ -103,9 +98,6 @@ class PayloadReader:
     def __init__(self) -> None:
         self._told: dict[int, _SentRequest] = {}
         self._decoder = msgspec.msgpack.Decoder(Payload)
-
-    def __repr__(self) -> str:
-        return f"PayloadReader({len(self._told)} requests)"
 
     def read(self, content: bytes) -> Batch:
         """The batch that was written, where each chunk has only its tokens before ``stop``.

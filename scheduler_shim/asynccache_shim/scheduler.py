@@ -56,7 +56,8 @@ class Scheduler:
         self.steps = 0
 
     def __repr__(self) -> str:
-        return f"Scheduler({self._board!r}, {self.steps} steps)"
+        board = self._board
+        return f"Scheduler({len(board.waiting)} waiting, {len(board.held)} hold pages, {self.steps} steps)"
 
     @property
     def failure(self) -> BaseException | None:

@@ -41,9 +41,6 @@ class Shards:
         self._writer = PayloadWriter()
         self._watch = asyncio.get_running_loop().create_task(self._watch_group(), name="shards-watch")
 
-    def __repr__(self) -> str:
-        return f"Shards({self._own!r}, batch {self.sent})"
-
     def close(self) -> None:
         """End watching the group. A second call does nothing."""
         self._watch.cancel()

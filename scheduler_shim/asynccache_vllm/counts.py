@@ -44,9 +44,6 @@ class ChunkCounts:
         self._summed = now
         self._complained = now - COMPLAINT_EVERY
 
-    def __repr__(self) -> str:
-        return f"ChunkCounts({dict(self._summary)})"
-
     def add(self, metric: str, results: Iterable[Result | str]) -> None:
         """Count each of ``results``."""
         for result, count in Counter(results).items():

@@ -64,9 +64,6 @@ class KeyTable:
         self._spent: dict[str, float] = {}
         self._tidied = 0.0
 
-    def __repr__(self) -> str:
-        return f"KeyTable(known={len(self._known)}, wanted={len(self._wanted)}, asked={len(self._asked)})"
-
     def begin(self, request: str) -> None:
         """Note a new request, which has not waited yet."""
         self._spent[request] = 0.0

@@ -437,7 +437,7 @@ def _hit_source(options: TierOptions) -> Any:
 
 def _transfer(job: Any, *, loading: bool, patience: float) -> ChunkTransfer:
     slots = [int(chunk) for chunk in job.chunk_ids]
-    return ChunkTransfer(job.job_id, job.req_context.req_id, job.keys, slots, loading=loading, patience=patience)
+    return ChunkTransfer(job.job_id, job.req_context.req_id, list(job.keys), slots, loading=loading, patience=patience)
 
 
 def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:

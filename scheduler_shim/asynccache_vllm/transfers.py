@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition
 from typing import NamedTuple
@@ -38,34 +39,30 @@ OVERDUE = 0.25
 memory."""
 
 
+@dataclass(slots=True, eq=False)
 class ChunkTransfer:
-    """One of vLLM's jobs.
+    """One of vLLM's jobs."""
 
-    keys, slots, results: of each chunk its key, its place in the region, and its result; FAILED if no store answered.
-    loading: whether the chunks are read; otherwise they are stored.
-    patience: seconds that the first part of a load may take.
-    left: parts that have not ended. begun: when the transfer was made, by ``time.monotonic``.
-    seconds: from then to its end, once it has ended.
-    """
+    job_id: int
+    request: str
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    """The place of each chunk in the region."""
+    loading: bool
+    """Whether the chunks are read; otherwise they are stored."""
+    patience: float
+    """Seconds that the first part of a load may take."""
+    results: list[Result] = field(init=False)
+    """The result of each chunk; FAILED if no store answered."""
+    left: int = 0
+    """Parts that have not ended."""
+    begun: float = field(default_factory=time.monotonic)
+    """When the transfer was made."""
+    seconds: float = 0.0
+    """From then to its end, once it has ended."""
 
-    __slots__ = ("begun", "job_id", "keys", "left", "loading", "patience", "request", "results", "seconds", "slots")
-
-    def __init__(
-        self, job_id: int, request: str, keys: Sequence[bytes], slots: Sequence[int], *, loading: bool, patience: float
-    ) -> None:
-        self.job_id = job_id
-        self.request = request
-        self.keys = list(keys)
-        self.slots = list(slots)
-        self.loading = loading
-        self.patience = patience
+    def __post_init__(self) -> None:
         self.results = [Result.FAILED] * len(self.keys)
-        self.left = 0
-        self.begun = time.monotonic()
-        self.seconds = 0.0
-
-    def __repr__(self) -> str:
-        return f"ChunkTransfer({self.job_id}, {'load' if self.loading else 'store'} of {len(self.keys)})"
 
 
 class _TransferPart(NamedTuple):
@@ -96,9 +93,6 @@ class ChunkTransfers:
         self._storing = 0
         self._ended: deque[ChunkTransfer] = deque()
         self._refusing = False
-
-    def __repr__(self) -> str:
-        return f"ChunkTransfers(waiting={len(self._waiting)}, flying={len(self._flying)})"
 
     def load(self, transfer: ChunkTransfer) -> None:
         """Begin to read the chunks of ``transfer``; if that is refused, the transfer ends at once, as FAILED."""

@@ -102,7 +102,8 @@ class ObjectBackend:
         return store
 
     def __repr__(self) -> str:
-        return f"ObjectBackend({self._client.shown!r}, {self._catalog.index!r}, {self._uploads!r})"
+        index = self._catalog.index
+        return f"ObjectBackend({self._client.shown!r}, pages={index.pages}, packs={len(index.holders)})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored, as far as this process knows: HIT or MISS. The call never waits."""

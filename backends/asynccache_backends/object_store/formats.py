@@ -128,9 +128,6 @@ class Pack:
         self.entries = entries
         self.live = 0
 
-    def __repr__(self) -> str:
-        return f"Pack({self.name}, records={len(self.entries) // ENTRY_BYTES}, live={self.live})"
-
     def entry(self, at: int) -> FooterEntry:
         """Return the record at position ``at``."""
         return FooterEntry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES)[:4])
@@ -285,9 +282,6 @@ class PackIndex(PageIndex[Pack]):
         self.tombs: dict[str, tuple[bytes, ...]] = {}
         self._died: dict[bytes, int] = {}
         self._numbers: dict[str, int] = {}
-
-    def __repr__(self) -> str:
-        return f"PackIndex(pages={self.pages}, packs={len(self.holders)}, tombs={len(self.tombs)})"
 
     def packs(self) -> list[Pack]:
         """Return all packs, the earliest first. It sorts them, so it is not for the hot path."""

@@ -101,9 +101,6 @@ class Uploads:
         self._line: deque[_Piece] = deque()
         self._sending: set[_Upload] = set()
 
-    def __repr__(self) -> str:
-        return f"Uploads(waiting={len(self._line)}, under_way={len(self._sending)})"
-
     def under_way(self) -> set[str]:
         """Return the names of the packs that are being sent."""
         return {upload.name for upload in self._sending}
