@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,11 +15,12 @@ from hypothesis import strategies as st
 
 from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core.settings import ComponentKind
-from asynccache.errors import ConfigError, InvariantViolation
+from asynccache.errors import ConfigError, CopyFailed, InvariantViolation
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.libcuda import DriverError
-from asynccache.memory.device import CopyDirection, Stream
+from asynccache.memory.device import CopyDirection, Event, Stream
+from asynccache.memory.host_copies import Faults
 from asynccache.memory.mover import Mover
 from asynccache.memory.pools import DevicePool, HostPool, PageCopy
 from asynccache.memory.signals import HAPPENED
@@ -238,3 +242,44 @@ def test_the_halves_of_a_torn_step_are_the_whole() -> None:
     with pytest.raises(StopIteration):
         next(running)
     assert bytes(host.page(2)) == bytes([5, 5, 5])
+
+
+# A copy that failed keeps no pool alive, neither by its event nor by the stream: a device may outlive many caches.
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _asked(mover: Mover, direction: str) -> Event:
+    moves = [move([1], [2])]
+    if direction == "backup":
+        return mover.backup(moves)
+    return mover.clone(moves) if direction == "clone" else mover.load(moves).done
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("direction", ["backup", "load", "clone", "unheard"])
+async def test_the_pools_of_a_failed_copy_are_let_go(direction: str) -> None:
+    device = CpuDevice(faults=Faults(failing=1.0))
+    mover = Mover(device, [pool()])
+    host, full = weakref.ref(mover.host_pools["full"]), weakref.ref(mover.device_pools["full"])
+    if direction == "unheard":
+        device.copy(mover._backups, CopyDirection.OUT, mover._copies([move([1], [1])]))
+        ended = mover._loads.record()
+        await ended.wait()
+    else:
+        ended = _asked(mover, direction)
+        with suppress(CopyFailed):
+            await ended.wait()
+            pytest.fail("it went well")
+    mover.close()
+    await device.aclose()
+    del mover
+    assert host() is None
+    assert full() is None
+    assert ended.done()

@@ -44,11 +44,15 @@ async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
 OPENED: list[CheckedStore] = []
 
 
+async def opened(folder: Path, options: str, layout: StoreLayout = LAYOUT) -> CheckedStore:
+    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout)
+
+
 async def open_at(
     folder: Path, options: str = "capacity=16MiB&segment=1MiB", layout: StoreLayout = LAYOUT
 ) -> CheckedStore:
     """It is closed at the end of the test, if that does not close it."""
-    OPENED.append(CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout))
+    OPENED.append(await opened(folder, options, layout))
     return OPENED[-1]
 
 

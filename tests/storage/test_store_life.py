@@ -330,6 +330,18 @@ def has(backend: SimulatedBackend, keys: Sequence[PageKey] = EIGHT_KEYS) -> list
 
 
 @in_world
+async def test_without_a_store_nothing_is_there_and_nothing_is_stored(loop: SimulatedLoop) -> None:
+    store = tiers()
+    assert not store
+    assert await stored(store) == [FAILED] * 8
+    assert await fetched(store) == await store.exists(EIGHT_KEYS) == await store.delete(EIGHT_KEYS) == [MISS] * 8
+    await store.clear()
+    await store.flush()
+    assert store.stats() == {}
+    await store.aclose()
+
+
+@in_world
 async def test_the_nearest_is_asked_first_and_farther_ones_only_for_what_is_missing(loop: SimulatedLoop) -> None:
     near, far = Backend("near"), Backend("far")
     store = tiers(near, far, policies=[StoreOptions("a", promote=False)])

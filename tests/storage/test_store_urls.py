@@ -60,7 +60,7 @@ def test_options_given_apart_win() -> None:
     assert parse_url("file:/x?capacity=1", {"capacity": "2"}).options == {"capacity": "2"}
 
 
-@pytest.mark.parametrize("text", ["", "/var/kv", ":x", "file:/x?capacity"])
+@pytest.mark.parametrize("text", ["", "/var/kv", ":x", "file:/x?capacity", "file:/x?capacity=1&capacity=2"])
 def test_what_is_no_url_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="storage="):
         parse_url(text)
