@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from asynccache.storage import HEADER_BYTES
 from asynccache.testing.backend_suite import LAYOUT, page_key
 from tests.stores import up
 from tests.stores.redis_server import RedisServer
-from tests.stores.server import CannotStart, listens
+from tests.stores.server import CannotStart, Entered, listens
 
 # ``up.py``, by which people and CI start the real stores.
 
@@ -110,6 +111,11 @@ def test_a_store_that_cannot_start_is_said_and_the_others_start(
     assert "redis CANNOT START: redis-server is not installed: make stores-install" in err
     assert "s3://b" in out
     assert "export KEY='a b'" in out
+
+
+@pytest.mark.parametrize("kind", [*up.KINDS.values(), up.CEPH], ids=lambda kind: kind.name)
+def test_every_store_has_a_class_that_runs_it(kind: up.Kind) -> None:
+    assert issubclass(getattr(importlib.import_module(f"tests.stores.{kind.module}"), kind.name), Entered)
 
 
 def test_what_the_system_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
