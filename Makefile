@@ -259,7 +259,7 @@ stores-down:
 	@$(PYTHON) tests/stores/up.py down
 
 stores-report: $(VENV)/.installed-dev
-	@mkdir -p build && $(BIN)/python -m tests.stores.failing_report --json build/stores-report.json
+	@mkdir -p build && $(BIN)/python -m tests.stores.failing --json build/stores-report.json
 
 clean:
 	-@$(PYTHON) tests/stores/up.py down

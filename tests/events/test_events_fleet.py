@@ -111,21 +111,6 @@ def test_a_block_is_there_from_its_first_key_until_its_last(fleet: Fleet) -> Non
         until(lambda: hits(fleet, "a", 5) == (0, 0, 0))
 
 
-def test_a_server_that_dies_has_nothing_and_one_that_comes_back_has_what_it_says(fleet: Fleet) -> None:
-    first = publishing(first=time.time_ns())
-    first(held(HOST, 1, 2))
-    with publishing() as other:
-        other(held(HOST, 1))
-        follow(fleet, a=first, b=other)
-        until(lambda: fleet.hits([1, 2]) == {"a": (0, 2, 0), "b": (0, 1, 0)})
-        first.close()
-        until(lambda: fleet.hits([1, 2]) == {"a": (0, 0, 0), "b": (0, 1, 0)}, fleet.stats)
-        assert not fleet.stats()["a"][0].connected
-        with publishing(first=time.time_ns(), at=first) as again:
-            again(held(STORAGE, 1))
-            until(lambda: hits(fleet, "a", 1, 2) == (0, 0, 1), fleet.stats)
-
-
 class Lossy:
     """A publisher whose every frame is the test's: it sends what it is told to, and answers so, too."""
 
@@ -309,5 +294,3 @@ def test_after_quiet_the_fleet_has_what_the_publishers_say(seed: int) -> None:
         for publisher in publishers.values():
             publisher.close()
         assert fleet.error is None
-
-

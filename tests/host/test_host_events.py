@@ -39,7 +39,7 @@ from asynccache.host.server import HostServer
 from asynccache.host.takeover import take_over
 from asynccache.storage import PageKey, Pages, Result
 from asynccache.storage.contract import block_in, named_key
-from asynccache.testing.backend_suite import get_all, put_all, record_of
+from asynccache.testing.backend_suite import get_all, put_all, record_of, same
 from tests.host.host_kit import client, serving, socket_path
 from tests.host.host_processes import HostProcess, pss
 from tests.host.test_host_engines import compute, config
@@ -316,7 +316,7 @@ async def test_a_server_that_is_stopped_is_forgotten_and_is_back_when_it_goes_on
 
 
 @pytest.mark.asyncio
-async def test_a_server_whose_heir_dies_says_the_same_as_before(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_server_whose_heir_dies_goes_on_and_says_the_same_as_before(fleet: Fleet, tmp_path: Path) -> None:
     """Its stores were closed for the heir, and are opened again."""
     path = socket_path()
     async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server, published(server, fleet):
@@ -332,6 +332,9 @@ async def test_a_server_whose_heir_dies_says_the_same_as_before(fleet: Fleet, tm
         await until(lambda: not server.handed_over)
         await until(lambda: not server.draining)
         await asyncio.sleep(0.1)
+        results, fetched = await get_all(backend, keys_of(range(20)))
+        assert results == [HIT] * 20
+        assert same([record_of(key) for key in keys_of(range(20))], fetched)
         server.table.clear()
         await until(lambda: picture(fleet, range(30)) == (set(), {*range(20)}), fleet.stats)
         await backend.delete(keys_of(range(5)))

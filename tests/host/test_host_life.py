@@ -14,11 +14,9 @@ import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.host import wire
-from asynccache.host.metrics import serve_metrics
 from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
 from tests.host.host_kit import client, served, serving, socket_path
-from tests.stores.server import free_port
 from tests.waiting import until
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
@@ -342,22 +340,3 @@ async def test_listing_tells_every_page_and_counts_are_by_label() -> None:
         assert (labels["a"]["stored"], labels["b"]["stored"]) == (1000, 1500)
         await one.aclose()
         await two.aclose()
-
-
-@pytest.mark.asyncio
-async def test_metrics_wait_for_a_port_that_another_server_is_leaving() -> None:
-    async with serving(socket_path()) as first, serving(socket_path()) as second:
-        leaving = serve_metrics(first, f"127.0.0.1:{free_port()}")
-        address = await leaving.__aenter__()
-        with pytest.raises(ConfigError, match="cannot listen there"):
-            async with serve_metrics(second, address):
-                pass
-
-        async def leave() -> None:
-            await asyncio.sleep(0.2)
-            await leaving.__aexit__(None, None, None)
-
-        left = asyncio.create_task(leave())
-        async with serve_metrics(second, address, patience=30.0) as again:
-            assert again == address
-        await left

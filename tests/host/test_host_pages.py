@@ -42,6 +42,16 @@ def stored(table: PageTable, writer: Writer, number: int, size: int = UNIT, labe
     return slot
 
 
+def full(size: int = 0) -> tuple[PageTable, Writer, list[bytes], int]:
+    """A table that is full of pages of this size, the longest there may be: who stored them, their names, the size."""
+    table, writer = table_of(), Writer("w")
+    size = size or table.longest
+    names = [name_of(number) for number in range(table.layout.units * UNIT // size)]
+    for number in range(len(names)):
+        stored(table, writer, number, size)
+    return table, writer, names, size
+
+
 def longest_gap(table: PageTable, spared: Collection[int] = ()) -> int:
     """The units in the longest row in which all may go but what is ``spared``."""
     fixed, longest, run = set[int](), 0, 0
@@ -250,45 +260,30 @@ TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 def test_of_a_prefix_the_deepest_page_goes_first() -> None:
-    table, writer = table_of(), Writer("w")
-    size = table.longest
-    for number in range(table.layout.units * UNIT // size):
-        stored(table, writer, number, size)
-    names = [name_of(number) for number in range(3)]
-    rest = [name for name in table.index if name not in names]
-    table.touch(names)
-    table.touch(rest)
+    table, writer, names, size = full()
+    table.touch(names[:3])
+    table.touch(names[3:])
     stored(table, writer, 50, size)
-    assert [name in table.index for name in names] == [True, True, False]
+    assert [name in table.index for name in names[:3]] == [True, True, False]
 
 
 def test_of_a_conversation_that_has_ended_the_deepest_page_goes_first_of_all() -> None:
-    table, writer = table_of(), Writer("w")
-    size = table.longest
-    count = table.layout.units * UNIT // size
-    for number in range(count):
-        stored(table, writer, number, size)
-    names = [name_of(number) for number in range(count)]
+    table, writer, names, size = full()
     assert table.ended(names[-2:]) == [True, True]
-    stored(table, writer, 50, size)
-    assert [name for name in names if name not in table.index] == [names[-1]]
-    stored(table, writer, 51, size)
-    assert [name for name in names if name not in table.index] == names[-2:]
+    for number, gone in ((50, names[-1:]), (51, names[-2:])):
+        stored(table, writer, number, size)
+        assert [name for name in names if name not in table.index] == gone
 
 
 def test_a_page_that_is_kept_outlives_newer_ones_until_its_time_has_come_and_goes_at_once_then() -> None:
-    table, writer = table_of(), Writer("w")
-    size = table.longest
-    count = table.layout.units * UNIT // size
-    for number in range(count):
+    table, writer, names, size = full()
+    assert table.keep(names[:1], 10.0) == [True]
+    for number in range(50, 50 + 3 * len(names)):
         stored(table, writer, number, size)
-    assert table.keep([name_of(0)], 10.0) == [True]
-    for number in range(50, 50 + 3 * count):
-        stored(table, writer, number, size)
-        assert name_of(0) in table.index
+        assert names[0] in table.index
     table.now = 10.0
     stored(table, writer, 200, size)
-    assert name_of(0) not in table.index
+    assert names[0] not in table.index
 
 
 @pytest.mark.parametrize("size", [UNIT, 3 * UNIT + 1])

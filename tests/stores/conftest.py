@@ -9,7 +9,9 @@ has one client, and keeps it to its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
@@ -20,39 +22,23 @@ from tests.stores.object_server import Azurite, CephServer, MotoServer
 from tests.stores.redis_server import RedisCluster, RedisServer
 
 
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[RedisServer]:
-    """One ``redis-server``."""
-    with RedisServer() as server:
-        yield server
+def started(server: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """The fixture of a server of this kind."""
+
+    @pytest.fixture(scope="session")
+    def of_the_session() -> Iterator[Any]:
+        with server() as running:
+            yield running
+
+    return of_the_session
 
 
-@pytest.fixture(scope="session")
-def redis_cluster() -> Iterator[RedisCluster]:
-    """A cluster of three."""
-    with RedisCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[MotoServer]:
-    """An S3 server with an empty bucket."""
-    with MotoServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def az_server() -> Iterator[Azurite]:
-    """Azure's blob storage with an empty container."""
-    with Azurite() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def ceph_server() -> Iterator[CephServer]:
-    """An S3 server by Ceph."""
-    with CephServer() as server:
-        yield server
+redis_server = started(RedisServer)
+redis_cluster = started(RedisCluster)
+s3_server = started(MotoServer)                        # with an empty bucket
+az_server = started(Azurite)
+ceph_server = started(CephServer)
+mooncake_master = started(MooncakeMaster)
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +48,3 @@ def host_process() -> Iterator[HostProcess]:
     with server_process(path, "256MiB") as server:
         asyncio.run(server.counts())
         yield server
-
-
-@pytest.fixture(scope="session")
-def mooncake_master() -> Iterator[MooncakeMaster]:
-    """A ``mooncake_master``."""
-    with MooncakeMaster() as master:
-        yield master

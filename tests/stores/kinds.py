@@ -45,6 +45,7 @@ KINDS = {
     "cluster": Kind("redis_cluster", lambda server, name: f"{server.url}?prefix={name}"),
     "s3": Kind("s3_server", _bucket, proxied=True, indexed=True),
     "az": Kind("az_server", _bucket, indexed=True),
+    "ceph": Kind("ceph_server", _bucket, indexed=True),
     "mooncake": Kind("mooncake_master", lambda server, name: f"{server.url}&namespace={name}"),
 }
 PROXIED = tuple(name for name, kind in KINDS.items() if kind.proxied)

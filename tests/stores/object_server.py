@@ -24,11 +24,9 @@ from tests.stores.server import HOST, READY_WITHIN, CannotStart, NowhereRequired
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "asynccache", "AWS_SECRET_ACCESS_KEY": "asynccache-secret"}
 
 
-class MotoServer(Server):
-    """It holds nothing after its process has ended, and has its bucket again whenever it starts."""
+class S3Server(Server):
+    """One with a bucket."""
 
-    program = "moto_server"
-    hint = "pip install 'moto[server]'"
     bucket = "bucket"
     prefix = "kv"
 
@@ -49,6 +47,13 @@ class MotoServer(Server):
     def client_environment(self) -> Mapping[str, str]:
         """What a client needs in its environment."""
         return CREDENTIALS
+
+
+class MotoServer(S3Server):
+    """It holds nothing after its process has ended, and has its bucket again whenever it starts."""
+
+    program = "moto_server"
+    hint = "pip install 'moto[server]'"
 
     def command(self, program: str) -> Sequence[str]:
         return [program, "-H", HOST, "-p", str(self.port)]
@@ -175,35 +180,19 @@ keyring = {folder}/osd/keyring
 """
 
 
-class CephServer(Server):
+class CephServer(S3Server):
     """The gateway; the monitor and the OSD behind it come and go with it."""
 
     program = "radosgw"
     hint = HINT
     missing = NowhereRequired
     ready_within = PATIENCE
-    bucket = "bucket"
-    prefix = "kv"
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(port)
         self._fsid = str(uuid.uuid4())
         self._monitor = _Daemon(self, "ceph-mon", ["-i", "a"])
         self._osd = _Daemon(self, "ceph-osd", ["-i", "0"])
-
-    @property
-    def endpoint(self) -> str:
-        """Where it listens."""
-        return f"http://{HOST}:{self.port}"
-
-    @property
-    def url(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}?endpoint={self.endpoint}&region=us-east-1"
-
-    @property
-    def client_environment(self) -> Mapping[str, str]:
-        """What a client needs in its environment."""
-        return CREDENTIALS
 
     @property
     def configuration(self) -> str:

@@ -29,7 +29,7 @@ from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.server import HOST, free_port
 
 HIT, MISS = Result.HIT, Result.MISS
-NAMED = tuple(kind for kind in KINDS if kind not in ("file", "host"))
+NAMED = tuple(kind for kind in KINDS if kind not in ("file", "host", "ceph"))
 """Those in which several clients may have pages under several names."""
 SECRET = "hunter2hunter2"
 

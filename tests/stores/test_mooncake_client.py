@@ -10,11 +10,13 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 from asynccache_backends.mooncake import backend as module
+from asynccache_backends.mooncake import client as mooncake
 from asynccache_backends.mooncake import codes
 from asynccache_backends.mooncake.backend import MooncakeBackend
 from asynccache_backends.mooncake.client import (
@@ -224,7 +226,7 @@ async def test_a_name_that_no_machine_can_have() -> None:
 
 
 # The door to the library: no call gets in before set-up or after close. The library is a stand-in here, for the real
-# one would end the process; ``test_mooncake_process`` asks that one, in a process of its own.
+# one would end the process; ``test_mooncake_backend`` asks that one, in a process of its own.
 
 
 OPTIONS = MooncakeSettings(master=HostPort("10.0.0.1", 50051), buffer=1 << 20)
@@ -441,3 +443,57 @@ def test_keys_of_one_namespace_meet_no_longer_one() -> None:
     """A namespace that ends in hex digits must not make a shorter one's pattern match."""
     short, long = (settings_of(parse_url(f"mooncake://h:1?namespace={name}")) for name in ("n", "n00"))
     assert short.key_of(long.name(KEY)) is None
+
+
+# The admin server of a master.
+
+
+@contextmanager
+def admin(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[HostPort]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            respond(self)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer((HOST, 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield HostPort(HOST, server.server_port)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def endless(handler: BaseHTTPRequestHandler) -> None:
+    """Names without an end, until nobody listens any more."""
+    handler.send_response(200)
+    handler.end_headers()
+    try:
+        while True:
+            handler.wfile.write(b"asynccache.0000\n" * 4096)
+    except OSError:
+        return
+
+
+def test_names_come_whole() -> None:
+    def some(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for number in range(3000):
+            handler.wfile.write(b"name-%d\n" % number)
+
+    with admin(some) as place:
+        assert mooncake.object_names(place) == [f"name-{number}" for number in range(3000)]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 1 << 20), ("LIST_WITHIN", 0.2)])
+def test_a_list_of_names_without_an_end_is_unavailable(
+    limit: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, limit, value)
+    with admin(endless) as place, pytest.raises(Unavailable, match=f"{HOST}.* has no end of its answer"):
+        mooncake.object_names(place)

@@ -1,25 +1,32 @@
-"""A real cluster of three, and ranks that share one Redis."""
+"""A real cluster of three, ranks that share one Redis, and scripted servers that answer what is none."""
 
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asynccache_backends.redis import RedisBackend
+from asynccache_backends.redis.cluster import Router
+from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal
+from asynccache_backends.redis.server import Answers
+from msgspec.structs import replace
 from redis.crc import key_slot
 
-from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import PageKey, Result, parse_url
-from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, same
+from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache.storage import HostPort, PageKey, Result, parse_url
+from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, same
 from tests.cli.rank_runs import FEW, PP2, TP2, Shape, hits, run, sound
 from tests.storage.page_kit import get, put
 from tests.stores.kinds import backend_at, opened
 from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.server import HOST
+from tests.stores.test_redis_connection import PING, Script, answers, peer
 from tests.waiting import until
 
 # A real cluster of three: keys spread, slots that move, nodes that are lost.
@@ -260,3 +267,330 @@ def test_a_new_group_finds_what_ranks_have_stored_together(
     if more:                                           # SWA alone has a copy for each rank
         stored = first["stores"]["redis"]
         assert stored["put_pages"] < 2 * first["stages"]["backup_storage"]["pages"], stored
+
+
+# Its map: a router beside scripted servers.
+
+
+async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
+    async with peer(answers(b"*0\r\n", b"*0\r\n")) as settings:
+        router = Router(settings, Counter())
+        await router.open()
+        (reply,) = await router.ask([b"k"], PING)
+        assert isinstance(reply, Refusal)
+        assert reply.code == "CLUSTERDOWN"
+        await router.aclose()
+
+
+async def test_a_map_that_is_read_anew_ends_no_connection_that_is_being_made() -> None:
+    """It has no slots any more, and says so itself, and who has them."""
+    asked, signed_in = asyncio.Event(), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 20)
+        asked.set()
+        await signed_in.wait()
+        writer.write(b"+OK\r\n")
+        await answers(b"-MOVED 1 h:1\r\n")(reader, writer)
+
+    async with peer(script) as settings:
+        router = Router(replace(settings, password="x"), Counter())
+        asking = asyncio.ensure_future(router._server(settings.seeds[0]).ask(PING))
+        await asked.wait()
+        router._learn(settings.seeds[0], [])
+        signed_in.set()
+        assert [reply.code for reply in await asking] == ["MOVED"]
+        await router.aclose()
+
+
+async def test_a_map_that_is_read_anew_closes_no_server_that_was_chosen_for_a_request() -> None:
+    """The request is about to begin, and the server has no slots any more by then."""
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.read(1 << 20):
+            writer.write(b"*0\r\n" if b"SLOTS" in request else b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        router = Router(settings, Counter())
+        await router.open()
+        address = settings.seeds[0]
+        router._learn(address, [[0, 16383, [address.host.encode(), address.port]]])
+        asking = asyncio.ensure_future(router.ask([b"k"], PING))
+        await asyncio.sleep(0)
+        router._learn(address, [])
+        assert await asking == [b"PONG"]
+        router._learn(address, [])
+        assert not router.nodes
+        await router.aclose()
+
+
+async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
+    """The first that would be asked for the map hangs, and every request has less time than ``stall``. The requests do
+    not wait for the map, and it is asked of the next server."""
+    maps = Counter[str]()
+    places: list[HostPort] = []
+
+    def serves(name: str, until_maps: float) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while request := await reader.read(1 << 20):
+                if b"SLOTS" not in request:
+                    writer.write(b"+PONG\r\n")
+                elif maps[name] < until_maps:
+                    slots = [(0, 8191, places[0]), (8192, 16383, places[1])]
+                    writer.write(b"*2\r\n" + b"".join(
+                        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n"
+                        % (first, last, len(place.host), place.host.encode(), place.port)
+                        for first, last, place in slots
+                    ))
+                maps[name] += b"SLOTS" in request
+
+        return script
+
+    async with peer(serves("hangs", 1)) as one, peer(serves("well", 99)) as other:
+        places += one.seeds + other.seeds
+        router = Router(replace(one, seeds=tuple(places), stall=0.5), Counter())
+        await router.open()
+        key = next(b"%d" % i for i in range(99) if key_slot(b"%d" % i) > 8191)
+        router._stale = True
+        end = asyncio.get_running_loop().time() + 4
+        while not maps["well"] and asyncio.get_running_loop().time() < end:
+            async with asyncio.timeout(0.2):
+                assert await router.ask([key], PING) == [b"PONG"]
+            await asyncio.sleep(0.05)
+        assert maps["well"]
+        await router.aclose()
+
+
+@asynccontextmanager
+async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asyncio.Event]]:
+    """A cluster's router that is reading the map anew from its first server, which has all slots and says a byte of the
+    map now and then; a request to that server; and whether the second server was asked for the map."""
+    maps, drips, asked = Counter[str](), asyncio.Event(), asyncio.Event()
+    one_map = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
+
+    def serves(name: str) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while request := await reader.read(1 << 20):
+                if b"SLOTS" not in request:
+                    writer.write(b"+PONG\r\n")
+                    continue
+                maps[name] += 1
+                if name == "well" or maps[name] == 1:
+                    writer.write(one_map % port)
+                    asked.set() if name == "well" else None
+                    continue
+                writer.write(b"*1000000\r\n")
+                drips.set()
+                while True:
+                    writer.write(b"*0\r\n")
+                    await asyncio.sleep(0.05)
+
+        return script
+
+    async with peer(serves("drips")) as one, peer(serves("well")) as other:
+        port = one.seeds[0].port
+        router = Router(replace(one, seeds=one.seeds + other.seeds, stall=0.3), Counter())
+        await router.open()
+        router._stale = True
+        asking = asyncio.ensure_future(router.ask([b"k"], PING))
+        await drips.wait()
+        try:
+            yield router, asking, asked
+        finally:
+            asking.cancel()
+            await router.aclose()
+
+
+async def test_a_server_that_drips_its_map_keeps_neither_the_map_old_nor_requests_waiting() -> None:
+    async with dripping() as (router, asking, asked), asyncio.timeout(5):
+        await asked.wait()
+        assert await asking == [b"PONG"]
+        await until(lambda: router._refreshing is not None and router._refreshing.done())
+
+
+async def test_a_router_that_is_closed_reads_no_map() -> None:
+    async with dripping() as (router, asking, asked), asyncio.timeout(5):
+        reading = router._refreshing
+        assert reading is not None
+        assert await asking == [b"PONG"]
+        await router.aclose()
+        assert reading.cancelled()
+        (reply,) = await router.ask([b"k"], PING)
+        assert "closed" in str(reply)
+        assert router._refreshing is reading
+        assert not asked.is_set()
+
+
+# What is no answer is a named error or a page that failed; it takes no memory on a stranger's word, and nothing hangs.
+
+
+PATIENCE = 20.0
+
+
+def hear(data: bytes) -> list[Any]:
+    """What a reader makes of ``data`` where one reply that is no page is expected."""
+    reader = Reader([None])
+    while data and reader.missing:
+        count = min(len(reader.buffer), len(data))
+        reader.buffer[:count] = data[:count]
+        reader.received(count)
+        data = data[count:]
+    return reader.replies
+
+
+@pytest.mark.parametrize("data", [
+    b"*1\r\n" * 200_000, b"*2\r\n:1\r\n" * 200_000, b"$400000000\r\n",
+    b"*2\r\n$1\r\na\r\n$400000000\r\n", b":" + b"9" * 5000 + b"\r\n", b"*" + b"9" * 25 + b"\r\n",
+])  # fmt: skip
+def test_a_bomb_is_no_answer_and_takes_no_memory(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            hear(data)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@asynccontextmanager
+async def saying(answer: Callable[[bytes, int], bytes], options: str = "cluster=off") -> AsyncIterator[RedisBackend]:
+    """A backend whose server answers every word by ``answer``, which is told its own port."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = writer.get_extra_info("sockname")[1]
+        while words := await reader.read(1 << 16):
+            writer.write(answer(words, port))
+            await writer.drain()
+
+    async with peer(script) as settings, asyncio.timeout(PATIENCE):
+        backend = await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?{options}"), LAYOUT)
+        try:
+            yield backend
+        finally:
+            await backend.aclose()
+
+
+async def said_at_opening(reply: bytes) -> None:
+    async with saying(lambda words, port: reply, "cluster=auto"):
+        pass
+
+
+@pytest.mark.parametrize("reply", [
+    b"*1\r\n" * 100_000, b"*1\r\n:1\r\n", b"*1\r\n*0\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n:7\r\n", b"*1\r\n$1\r\nx\r\n",
+    b"*1\r\n*3\r\n:0\r\n:99999999\r\n*2\r\n$1\r\nh\r\n:1\r\n", b"*1\r\n*3\r\n:-5\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\n\xff\r\n:1\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\nh\r\n$1\r\n1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\nh\r\n:70000\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n*0\r\n",
+    b"*1\r\n*3\r\n$-1\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n", b":" + b"9" * 5000 + b"\r\n",
+    b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 100_000 + b"\r\n", b"$-7\r\n",
+])  # fmt: skip
+async def test_a_map_of_a_cluster_that_is_none_is_unavailable(reply: bytes) -> None:
+    with pytest.raises(Unavailable) as refused:
+        await said_at_opening(reply)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("piece", [b":1\r\n", b"$-1\r\n", b"+a\r\n", b"*0\r\n", b"$300\r\n" + bytes(300) + b"\r\n"])
+async def test_a_list_without_an_end_is_no_answer(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "room", 1 << 20)
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"*1000000000\r\n")
+        while True:
+            writer.write(piece * 1000)
+            await writer.drain()
+
+    async with peer(script) as settings, asyncio.timeout(PATIENCE):
+        with pytest.raises(Unavailable, match="answers of more than"):
+            await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?stall=60"), LAYOUT)
+
+
+async def test_a_server_that_says_a_byte_now_and_then_is_a_time_out() -> None:
+    """It is never silent, and never done."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"*100000\r\n")
+        while True:
+            writer.write(b":1\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with peer(script) as settings, asyncio.timeout(PATIENCE):
+        with pytest.raises(Timeout, match=r"no answer in 0\.2 s"):
+            await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?stall=0.1"), LAYOUT)
+
+
+def one_for_all(port: int) -> bytes:
+    """The map of a cluster of one."""
+    return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
+
+
+@pytest.mark.parametrize("where", [
+    b"", b" ", b" x", b" 1", b" 1 h", b" 1 h:", b" 1 h:x", b" 1 h:99999999", b" 99999 h:1", b" -1 h:1", b" 1 h:0",
+])  # fmt: skip
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+async def test_a_redirection_to_nowhere_is_none(word: bytes, where: bytes) -> None:
+    def answer(words: bytes, port: int) -> bytes:
+        return one_for_all(port) if b"SLOTS" in words else b"-%b%b\r\n" % (word, where)
+
+    async with saying(answer, "cluster=on") as backend:
+        with pytest.raises(Unavailable, match=word.decode()):
+            await backend.exists([page_key("a")])
+        assert backend.stats()["nodes"] == 1
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+async def test_servers_that_redirect_for_ever_are_asked_a_few_times(word: bytes) -> None:
+    asked = 0
+
+    def answer(words: bytes, port: int) -> bytes:
+        nonlocal asked
+        if b"SLOTS" in words:
+            return one_for_all(port)
+        asked += words.count(b"EXISTS")
+        return b"+OK\r\n" * words.count(b"ASKING") + b"-%b 1 127.0.0.1:%d\r\n" % (word, port)
+
+    async with saying(answer, "cluster=on") as backend:
+        for calls in (1, 2, 3):
+            with pytest.raises(Unavailable, match=word.decode()):
+                await backend.exists([page_key("a")])
+            assert asked <= 4 * calls
+        assert backend.stats()["nodes"] == 1
+
+
+async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
+    asked: list[bytes] = []
+
+    def answer(words: bytes, port: int) -> bytes:
+        if b"SLOTS" not in words:
+            return b":1\r\n"
+        asked.append(words)
+        return one_for_all(port) if len(asked) == 1 else b"*1\r\n:1\r\n"
+
+    async with saying(answer, "cluster=on") as backend:
+        backend._router._stale = True
+        assert await backend.exists([page_key("a")]) == [Result.HIT]
+        await until(lambda: len(asked) == 2)
+        assert await backend.exists([page_key("a")]) == [Result.HIT]
+
+
+@pytest.mark.parametrize("reply", [b":1\r\n", b"+OK\r\n", b":2\r\n", b"-WHAT\r\n"])
+async def test_what_is_no_page_is_never_a_hit(reply: bytes) -> None:
+    """A hit is 1, and so is what a server may say."""
+    async with saying(lambda words, port: b"+PONG\r\n" if b"PING" in words else reply) as backend:
+        keys = keys_of(1)
+        (result,) = await backend.get(keys, [blank(key) for key in keys])
+        assert result is FAILED
+
+
+@pytest.mark.parametrize("reply", [
+    b":1\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n$1\r\n0\r\n", b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n:5\r\n",
+    b"*2\r\n$1\r\n0\r\n*2\r\n$1\r\na\r\n:5\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n*1\r\n:1\r\n", b"*2\r\n" * 50_000,
+])  # fmt: skip
+async def test_a_list_of_keys_that_is_none_is_unavailable(reply: bytes) -> None:
+    async with saying(lambda words, port: b"+PONG\r\n" if b"PING" in words else reply) as backend:
+        with pytest.raises(Unavailable):
+            async for _ in backend.listing():
+                pass
+        with pytest.raises(BackendError):
+            await backend.clear()

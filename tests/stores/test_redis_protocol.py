@@ -221,10 +221,6 @@ def test_everything_said() -> None:
     assert str(settings.seeds[0]) == "[::1]:7000"
 
 
-def test_a_cluster_has_several_hosts() -> None:
-    assert _of("redis://a:1,b,c:3?cluster=on").seeds == (HostPort("a", 1), HostPort("b", 6379), HostPort("c", 3))
-
-
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604800), ("0.0015", 0.002)])
 def test_times(text: str, seconds: float) -> None:
     assert _of(f"redis://h?ttl={text}").ttl == seconds

@@ -47,10 +47,10 @@ class Kind(NamedTuple):
 KINDS = {
     "redis": Kind("redis_server", "RedisServer", 21379, {"redis-server": "redis-server"}, {}),
     "redis-cluster": Kind("redis_server", "RedisCluster", 0, {"redis-server": "redis-server"}, {}),
-    "s3": Kind("s3_server", "MotoServer", 21000, {}, {}),
+    "s3": Kind("object_server", "MotoServer", 21000, {}, {}),
     "mooncake": Kind("mooncake_server", "MooncakeMaster", 21051, {}, {"ibverbs": "libibverbs1", "numa": "libnuma1"}),
 }
-CEPH = Kind("ceph_server", "CephServer", 21000,
+CEPH = Kind("object_server", "CephServer", 21000,
             {"ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "radosgw": "radosgw", "ceph": "ceph-common"}, {})
 
 
