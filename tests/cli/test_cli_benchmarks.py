@@ -280,20 +280,6 @@ def test_a_sample_of_the_replicas_stands_for_the_fleet(capsys: pytest.CaptureFix
         assert some[key].read == pytest.approx(row.read, rel=0.25, abs=0.5), key
 
 
-def test_larger_fleets_have_the_rows_of_the_sample_where_conversations_stay_together(
-    capsys: pytest.CaptureFixture[str], trace: Path
-) -> None:
-    found: dict[tuple[str, bool], list[Row]] = {}
-    assert fleet_main([str(trace), "--replicas", "4,8,16", "--sample", "4", "--local", "50", "--json"]) == 0
-    for line in capsys.readouterr().out.splitlines():
-        row = Row(**json.loads(line))
-        found.setdefault((row.routing, row.store), []).append(row)
-    for (routing, _), rows in found.items():
-        assert [row.replicas for row in rows] == [4, 8, 16]
-        alike = {row._replace(replicas=0) for row in rows}
-        assert len(alike) == (3 if routing == "random" else 1)
-
-
 def test_plots_are_whole_and_read_in_light_and_dark(
     capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:

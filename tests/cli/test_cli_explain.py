@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +16,21 @@ import pytest
 from asynccache.cli.explain import tokens
 from asynccache.cli.main import main
 from asynccache.cli.workloads import RunRequest, StressSource
-from asynccache.errors import ConfigError
 from tests import warm
 
 # ``--serve`` and ``asynccache explain``: a run can be asked about prompts; where it cannot, there is one sentence.
 
 
-@contextmanager
-def served(*options: str) -> Iterator[str]:
-    """A stress run, and where it is served."""
-    command = [sys.executable, "-m", "asynccache", "stress", "--serve", "0", "--quiet", "--duration=30", *options]
-    process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        said = re.match(r"serving (http://127\.0\.0\.1:\d+)/metrics", process.stderr.readline())
-        assert said is not None
-        yield said[1]
-        process.send_signal(2)
-        assert process.wait(60) in (0, 130)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_run_can_be_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with served() as url:
-        for page, word in (("/metrics", "asynccache_requests_total"), ("/healthz", "ok"), ("/statistics", '"lookups"')):
-            with urllib.request.urlopen(url + page, timeout=20) as answer:
-                assert word in answer.read().decode()
-        assert main(["explain", url, "--tokens", ",".join(["7"] * 40)]) == 0
-        printed = capsys.readouterr().out
-        assert printed.startswith("40 tokens, 32 of them in whole pages\n")
-        assert "match: 0 on the device" in printed
-        assert "never in memory" in printed
-        file = tmp_path / "tokens"
-        file.write_text("[1, 2,\n3]")
-        assert main(["explain", url.removeprefix("http://"), "--tokens", f"@{file}", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["tokens"] == 3
-        assert main(["explain", url, "--tokens", "1,-2"]) == 2
-        assert "refuses: tokens[1]=-2" in capsys.readouterr().err
-
-
-def test_tokens_are_read_in_any_usual_form() -> None:
-    assert tokens("1,2, 3 4\n") == [1, 2, 3, 4]
-    assert tokens("[5]") == [5]
-    with pytest.raises(ConfigError, match=r"'1\.5' is no token id"):
-        tokens("1.5")
-
-
-# ``asynccache explain`` against a run that is being served, for prompts that the run has served: on each tier, in
-# part, evicted, without a window, without a state.
-#
-# The run has one request at a time, so its source gives the same prompts here as there.
-
-
 SEED, PROMPTS, PATIENCE = 5, 60, 60.0
-RUN = ["stress", "--serve", "0", "--quiet", "--duration", "90", "--workload", "chat", "--rate", "12",
+RUN = ["stress", "--serve", "0", "--quiet", "--duration", "300", "--workload", "chat", "--rate", "12",
        "--seed", f"{SEED}", "--concurrency", "1", "--components", "full,swa,mamba", "--end-hints", "0.5",
        "--window", "256", "--device-tokens", "8192", "--host-tokens", "16384", "--swa-ratio", "0.4",
        "--storage", "memory:?capacity=24MiB"]  # fmt: skip
 WANTED = {"device", "host", "storage", "nowhere", "in part", "evicted", "no window", "no state", "prefetch"}
 
 
-@pytest.fixture
-def served_run() -> Iterator[str]:
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
     """Where the run is served."""
     with warm.Popen([sys.executable, "-m", "asynccache", *RUN], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -92,6 +41,27 @@ def served_run() -> Iterator[str]:
             assert process.returncode == 130, said
         finally:
             process.kill()
+
+
+def test_tokens_are_read_in_any_usual_form() -> None:
+    assert (tokens("1,2, 3 4\n"), tokens("[5]")) == ([1, 2, 3, 4], [5])
+
+
+def test_a_run_can_be_looked_into(served: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for page, word in (("/metrics", "asynccache_requests_total"), ("/healthz", "ok"), ("/statistics", '"lookups"')):
+        with urllib.request.urlopen(served + page, timeout=20) as answer:
+            assert word in answer.read().decode()
+    assert main(["explain", served, "--tokens", ",".join(["7"] * 40)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("40 tokens, 32 of them in whole pages\n")
+    assert "match: 0 on the device" in printed
+    assert "never in memory" in printed
+    file = tmp_path / "tokens"
+    file.write_text("[1, 2,\n3]")
+    assert main(["explain", served.removeprefix("http://"), "--tokens", f"@{file}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 3
+    assert main(["explain", served, "--tokens", "1,-2"]) == 2
+    assert "refuses: tokens[1]=-2" in capsys.readouterr().err
 
 
 def prompts() -> list[RunRequest]:
@@ -133,7 +103,7 @@ def holds(answer: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_prompts_are_found_wherever_they_are(
-    served_run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: dict[str, dict[str, Any]] = {}
     asked, end, file = prompts(), time.monotonic() + PATIENCE, tmp_path / "prompt"
@@ -142,7 +112,7 @@ def test_prompts_are_found_wherever_they_are(
         for request in asked:
             file.write_text(" ".join(map(str, request.prompt().tolist())))
             key = ["--namespace", request.namespace] if request.namespace else []
-            assert main(["explain", served_run, "--tokens", f"@{file}", "--json", *key]) == 0
+            assert main(["explain", served, "--tokens", f"@{file}", "--json", *key]) == 0
             answer = json.loads(capsys.readouterr().out)
             holds(answer)
             seen |= dict.fromkeys(kinds(answer), answer)

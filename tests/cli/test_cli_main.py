@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,6 @@ from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import WritePolicy
 from asynccache.errors import ConfigError
-from benchmarks.tables import Chart, Row, bench
 
 # The command line as a whole: help, versions, benchmarks that are imported only when asked for, and the size of tiers
 # that hold everything.
@@ -46,28 +42,6 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ((), ("--help",), ("replay", "--help"), ("stress", "--help"), ("bench", "--help")):
         assert ends_with(*arguments) == 0
         assert "usage: asynccache" in capsys.readouterr().out
-
-
-TABLE = "7 nodes\n       mean\nmatch  1.25\n\nthe CORE core ran\n"
-
-
-def test_a_benchmark_prints_its_table_or_json_in_its_place_or_neither(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module: Any = ModuleType("benchmarks.nodes")
-    module.add_arguments = lambda parser: None
-    module.run = lambda args, tell: {"nodes": 7}
-    rows = [Row("match", [1.25])]
-    module.charts = lambda figures: [Chart(f"{figures['nodes']} nodes", ("mean",), rows)]
-    assert bench(module, [], prog="nodes") == 0
-    assert capsys.readouterr() == (TABLE.replace("CORE", compiled.CORE), "")
-    assert bench(module, ["--json", "-"], prog="nodes") == 0
-    said = capsys.readouterr()
-    assert (json.loads(said.out)["nodes"], said.err) == (7, "")
-    path = tmp_path / "figures.json"
-    assert bench(module, ["--quiet", "--json", str(path)], prog="nodes") == 0
-    assert capsys.readouterr() == ("", "")
-    assert json.loads(path.read_text())["nodes"] == 7
 
 
 def test_room_for_all_counts_every_page_once() -> None:
@@ -136,11 +110,15 @@ def test_values_arrive_in_their_types() -> None:
     assert settings.trace == "t.jsonl"
 
 
-def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError):
         stress("--eviction", "own")
     monkeypatch.setitem(POLICIES, "own", lambda config: Lru())
     assert stress("--eviction", "own").eviction == replay("--eviction", "own").eviction == "own"
+    ends_with("stress", "--help")
+    assert "lru, p2c, own" in capsys.readouterr().out
 
 
 def test_commands_share_one_profile_of_defaults() -> None:
@@ -197,18 +175,3 @@ def test_no_text_of_pools_is_a_bug(name: str, texts: list[str]) -> None:
 def test_every_option_of_a_command_is_a_setting() -> None:
     names = {*RunSettings.fields("replay"), *RunSettings.fields("stress")}
     assert names == {*RunSettings.__struct_fields__} - {"command", "cache"}
-
-
-def test_settings_are_reported_as_plain_values() -> None:
-    values = stress("--write-policy", "write_back").plain()
-    assert values["write_policy"] == "write_back"
-    assert values["page_size"] == 16
-
-
-def test_help_lists_a_policy_that_was_added(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(POLICIES, "mine", Lru)
-    with pytest.raises(SystemExit):
-        main(["stress", "--help"])
-    assert "lru, p2c, mine" in capsys.readouterr().out

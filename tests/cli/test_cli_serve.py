@@ -109,6 +109,10 @@ def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pyt
         assert len(list(prometheus.text_string_to_metric_families(text))) > 20
         assert page(port, "/healthz") == (200, "ok\n")
         assert page(port, "/else")[0] == 404
+        capsys.readouterr()
+        assert main(words) == 2
+        said = f"listen=unix:{path}: a host process listens there; --replace takes over"
+        assert said in capsys.readouterr().err, "to a second one on the same socket and folder"
         assert main(["store", "verify", url, "--json", "-"]) == 0
         assert main(["store", "clear", url, "--yes"]) == 0
     finally:
@@ -139,18 +143,3 @@ def test_a_line_of_json_and_a_line_of_text(
         else:
             assert json.loads(file.read_text().splitlines()[-1])["pages"] == 0
             assert "memory 0.0 % of 1.9 MiB, 0 pages · clients 0 of 0 processes" in lines[-1]
-
-
-def test_a_second_one_on_the_same_socket_and_folder_is_told_of_replace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = socket_path()
-    words = ["serve", "--listen", f"unix:{path}", "--memory", "2MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB"]
-    with subprocess.Popen([sys.executable, "-m", "asynccache", *words, "--quiet"]) as first:
-        try:
-            while not os.path.exists(path):
-                time.sleep(0.02)
-            assert main(words) == 2
-        finally:
-            first.terminate()
-    assert f"listen=unix:{path}: a host process listens there; --replace takes over" in capsys.readouterr().err

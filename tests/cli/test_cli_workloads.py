@@ -177,13 +177,6 @@ def engine(pools: dict[str, DevicePool]) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_what_was_written_is_found(engine: StandInEngine) -> None:
-    pieces = [full(3, 9, 1), full(3, 9, 1)._replace(component=ComponentKind.SWA)]
-    assert await engine.begin(pieces, verifies=False).verdict() == NOTHING
-    assert await engine.begin(pieces, verifies=True).verdict() == Verdict(6, 0)
-
-
-@pytest.mark.asyncio
 async def test_a_page_without_a_slot_and_one_torn_layer_are_named(
     engine: StandInEngine, pools: dict[str, DevicePool]
 ) -> None:

@@ -27,6 +27,8 @@ import pytest
 from asynccache import load_config
 from asynccache.cli.main import main
 from asynccache.core.policies import POLICIES
+from asynccache.storage import StorageBackend
+from asynccache.testing.backend_suite import BackendSuite, OpenBackend
 from tests.docs import docs_programs
 from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
 from tests.stores.redis_server import RedisServer
@@ -236,14 +238,25 @@ def test_files_can_be_used(block: Block, tmp_path: Path) -> None:
     assert load_config(file, env={}).model == table["model"]
 
 
-@pytest.mark.parametrize("block", all_blocks("json"), ids=lambda block: block.place)
-def test_json_can_be_read(block: Block) -> None:
-    assert json.loads(block.code)
+@pytest.mark.parametrize("block", all_blocks("json", "yaml"), ids=lambda block: block.place)
+def test_json_and_yaml_can_be_read(block: Block) -> None:
+    assert json.loads(block.code) if block.language == "json" else pytest.importorskip("yaml").safe_load(block.code)
 
 
-@pytest.mark.parametrize("block", all_blocks("yaml"), ids=lambda block: block.place)
-def test_yaml_can_be_read(block: Block) -> None:
-    assert pytest.importorskip("yaml").safe_load(block.code)
+class TestTheBackendOfThePage(BackendSuite):
+    """The backend that docs/stores.md shows as complete passes the suite that it names."""
+
+    @pytest.fixture
+    def open_backend(self) -> OpenBackend:
+        (code,) = (block.code for block in all_blocks("python") if "class DictBackend" in block.code)
+        names: dict[str, Any] = {}
+        exec(compile(code, "docs/stores.md", "exec"), names)
+
+        async def open_shown() -> StorageBackend:
+            shown: StorageBackend = names["DictBackend"]()
+            return shown
+
+        return open_shown
 
 
 EXTRA = re.compile(r"(?:asynccache|\.)\[([\w,]+)\]")

@@ -40,85 +40,62 @@ class StillBroken(AssertionError):
 
 
 class Kind:
-    """``takes(odd)``: whether a parameter of this kind takes the value; None: it depends on the cache."""
+    """``takes(odd)``: whether a parameter of this kind takes the value; None: it depends on the cache. ``optional``:
+    whether it takes None; None: ``test`` says so."""
+
+    def __init__(self, test: Callable[[Odd], bool | None], optional: bool | None = None) -> None:
+        self._test, self._optional = test, optional
 
     def takes(self, odd: Odd) -> bool | None:
-        raise NotImplementedError
+        return self._optional if odd.name == "None" and self._optional is not None else self._test(odd)
+
+
+def _within(value: float | None, low: float | None, high: float | None) -> bool:
+    return value is not None and (low is None or value >= low) and (high is None or value <= high)
 
 
 class Integer(Kind):
     def __init__(self, low: int | None = None, high: int | None = None, *, optional: bool = False) -> None:
-        self.low, self.high, self.optional = low, high, optional
-
-    def takes(self, odd: Odd) -> bool | None:
-        if odd.name == "None":
-            return self.optional
-        value = odd.integer
-        if value is None:
-            return False
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        super().__init__(lambda odd: _within(odd.integer, low, high), optional)
 
 
 class Number(Kind):
     def __init__(
         self, low: float | None = None, high: float | None = None, *, above: float | None = None, optional: bool = False
     ) -> None:
-        self.low, self.high, self.above, self.optional = low, high, above, optional
-
-    def takes(self, odd: Odd) -> bool | None:
-        if odd.name == "None":
-            return self.optional
-        value = odd.number
-        if value is None or (self.above is not None and value <= self.above):
-            return False
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        super().__init__(lambda odd: _within(odd.number, low, high) and odd.number != above
+                         and _within(odd.number, above, None), optional)  # fmt: skip
 
 
 class Flag(Kind):
     def __init__(self, *, optional: bool = False) -> None:
-        self.optional = optional
-
-    def takes(self, odd: Odd) -> bool | None:
-        return self.optional if odd.name == "None" else odd.flag is not None
+        super().__init__(lambda odd: odd.flag is not None, optional)
 
 
 class Text(Kind):
     """``among``: the texts that are taken; None: any is."""
 
     def __init__(self, among: tuple[str, ...] | None = None, *, optional: bool = False) -> None:
-        self.among, self.optional = among, optional
-
-    def takes(self, odd: Odd) -> bool | None:
-        if odd.name == "None":
-            return self.optional
-        return odd.text is not None and (self.among is None or odd.text in self.among)
+        super().__init__(lambda odd: odd.text is not None and (among is None or odd.text in among), optional)
 
 
 class Namespace(Kind):
-    def takes(self, odd: Odd) -> bool | None:
-        return odd.name == "None" or odd.text is not None or isinstance(odd.make(), bytes)
+    def __init__(self) -> None:
+        super().__init__(lambda odd: odd.text is not None or isinstance(odd.make(), bytes), optional=True)
 
 
 class Tokens(Kind):
-    """``least``: how many there must be. ``which``: whether other tokens than the prompt's are refused."""
+    """``least``: how many there must be."""
 
-    def __init__(self, least: int = 0, *, which: bool = False) -> None:
-        self.least, self.which = least, which
-
-    def takes(self, odd: Odd) -> bool | None:
-        if odd.row is None or len(odd.row) < self.least:
-            return False
-        return None if self.which else True
+    def __init__(self, least: int = 0) -> None:
+        super().__init__(lambda odd: odd.row is not None and len(odd.row) >= least)
 
 
 class Member(Kind):
     """A member of an enum: none of the values is one, nor the name of one."""
 
     def __init__(self, *, optional: bool = False) -> None:
-        self.optional = optional
-
-    def takes(self, odd: Odd) -> bool | None:
-        return self.optional if odd.name == "None" else False
+        super().__init__(lambda odd: False, optional)
 
 
 Thing = Member
@@ -127,39 +104,30 @@ Thing = Member
 
 class Function(Kind):
     def __init__(self, *, optional: bool = False) -> None:
-        self.optional = optional
-
-    def takes(self, odd: Odd) -> bool | None:
-        return self.optional if odd.name == "None" else callable(odd.make())
+        super().__init__(lambda odd: callable(odd.make()), optional)
 
 
 class These(Kind):
     """The values of these names, and no others."""
 
     def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def takes(self, odd: Odd) -> bool | None:
-        return odd.name in self.names
+        super().__init__(lambda odd: odd.name in names)
 
 
 class OneOf(Kind):
     def __init__(self, *kinds: Kind) -> None:
-        self.kinds = kinds
+        def test(odd: Odd) -> bool | None:
+            answers = [kind.takes(odd) for kind in kinds]
+            return True if True in answers else None if None in answers else False
 
-    def takes(self, odd: Odd) -> bool | None:
-        answers = [kind.takes(odd) for kind in self.kinds]
-        return True if True in answers else None if None in answers else False
+        super().__init__(test)
 
 
 class Depends(Kind):
     """Whether a value is taken depends on the cache; a value that is not taken must be refused all the same."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-
-    def takes(self, odd: Odd) -> bool | None:
-        return None if self.kind.takes(odd) else False
+        super().__init__(lambda odd: None if kind.takes(odd) else False)
 
 
 class Unchecked(NamedTuple):

@@ -15,72 +15,32 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from operator import attrgetter
 from tempfile import NamedTemporaryFile
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
+from asynccache_shim import Limits, Request, Sampling, Scheduler, follow
 from asynccache_shim.request import MAX_TOKEN
 from msgspec.structs import replace
 
 from asynccache import (
-    Adapter,
     AsyncCache,
     CacheConfig,
     ConfigError,
     Full,
     HitPolicy,
     Mamba,
-    PrefetchHandle,
     PrefetchPolicy,
-    Sidecar,
     SlidingWindow,
     WritePolicy,
-    components_from,
+    events,
     load_config,
+    storage,
 )
 from asynccache.core.plan import Cleared
-from asynccache.events import (
-    BlockStored,
-    EventBatch,
-    EventLayout,
-    EventStream,
-    Fleet,
-    Mirror,
-    Subscriber,
-    ZmqPublisher,
-    prompt_blocks,
-)
-from asynccache.metrics import CacheCollector, LoopLag, app, start_metrics_server
-from asynccache.storage import (
-    KEY_BYTES,
-    Breaker,
-    CheckedStore,
-    Hint,
-    OpenCalls,
-    PageKey,
-    Pages,
-    ParsedUrl,
-    RequestHints,
-    Result,
-    StoreLayout,
-    StoreOptions,
-    ThreadPool,
-    backend_class,
-    check_store,
-    check_stores,
-    completed,
-    completed_in_thread,
-    open_store,
-    parse_host_port,
-    parse_size,
-    parse_url,
-    read_hints,
-    settled,
-    take_options,
-    weights_digest,
-)
+from asynccache.metrics import CacheCollector, app, start_metrics_server
 from asynccache.worker import RankWorker, Topology
 from asynccache.worker.local import EmbedderParts as NothingGiven
 from asynccache.worker.rank_server import RankServer
@@ -132,19 +92,23 @@ EMPTY = These("[]", "{}", "''", "b''")
 # plain functions and classes
 
 
-def plain(function: Callable[..., Any], params: Params, **good: Any) -> Case:
-    """A function without a cache; what it makes is closed."""
+def plain(
+    params: Params, *, via: Callable[..., Any] | None = None, told: Mapping[str, str] = NAMES, **good: Any
+) -> Callable[[Any], Case]:
+    """A function without a cache, which is that of the entry's name unless ``via`` is. ``told``: what errors call a
+    parameter. What the function makes is closed."""
 
-    async def call(world: World, given: Given) -> None:
-        made = function(**{**good, **given})
-        if inspect.isawaitable(made):
-            made = await made
-        if isinstance(made, (ZmqPublisher, Subscriber)):
-            made.close()
-        if isinstance(made, CheckedStore):
-            await made.aclose()
+    def case(named: Any) -> Case:
+        async def call(world: World, given: Given) -> None:
+            made = await result_of((via or named)(**{**good, **given}))
+            if isinstance(made, (events.ZmqPublisher, events.Subscriber)):
+                made.close()
+            if isinstance(made, storage.CheckedStore):
+                await made.aclose()
 
-    return Case(call, params, names=NAMES)
+        return Case(call, params, names=told)
+
+    return case
 
 
 WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as long as this module
@@ -237,38 +201,38 @@ class _Listed(SimulatedBackend):
         raise NotImplementedError
 
 
-LAYOUT = StoreLayout({"full": 64}, b"schema")
-PAGE_KEY = PageKey("full", bytes(KEY_BYTES))
+LAYOUT = storage.StoreLayout({"full": 64}, b"schema")
+PAGE_KEY = storage.PageKey("full", bytes(storage.KEY_BYTES))
 _FIELDS: Params = {
     "page_bytes": These("{}", "{'a': 1}"), "schema": These("b'8'", "b''", "bytes of a token"),
 }  # fmt: skip
 
 
-def _layout(**fields: Any) -> StoreLayout:
-    return StoreLayout(**{"page_bytes": {"full": 64}, "schema": b"schema", **fields})
+def _layout(**fields: Any) -> storage.StoreLayout:
+    return storage.StoreLayout(**{"page_bytes": {"full": 64}, "schema": b"schema", **fields})
 
 
-def _store(**given: Any) -> CheckedStore:
-    return CheckedStore(**{"backend": _backend(), "layout": LAYOUT, "threads": 0, **given})
+def _store(**given: Any) -> storage.CheckedStore:
+    return storage.CheckedStore(**{"backend": _backend(), "layout": LAYOUT, "threads": 0, **given})
 
 
 @asynccontextmanager
-async def _listed(world: World) -> AsyncIterator[CheckedStore]:
+async def _listed(world: World) -> AsyncIterator[storage.CheckedStore]:
     store = _store(backend=_Listed(random.Random(0)))
     yield store
     await store.aclose()
 
 
 @asynccontextmanager
-async def _serving(world: World) -> AsyncIterator[CheckedStore]:
+async def _serving(world: World) -> AsyncIterator[storage.CheckedStore]:
     """A store, which serves a page afterwards."""
     store = _store(backend=MemoryBackend())
     try:
         yield store
     finally:
         page, back = memoryview(bytearray(b"x" * 64)), memoryview(bytearray(64))
-        key = [PageKey("full", b"y" * KEY_BYTES)]
-        assert (await store.put(key, [page]), await store.get(key, [back])) == ([Result.HIT], [Result.HIT])
+        key = [storage.PageKey("full", b"y" * storage.KEY_BYTES)]
+        assert await store.put(key, [page]) == await store.get(key, [back]) == [storage.Result.HIT]
         assert back == page
         await store.aclose()
 
@@ -279,7 +243,7 @@ def of_store(method: str, params: Params, **good: Any) -> Case:
 
 async def _check_stores(world: World, given: Given) -> None:
     """What is wrong with the URLs is returned: the first of it is raised here."""
-    for error in check_stores(**{"urls": ["memory:"], "layout": LAYOUT, **given}):
+    for error in storage.check_stores(**{"urls": ["memory:"], "layout": LAYOUT, **given}):
         raise error
 
 
@@ -288,21 +252,21 @@ def of_breaker(method: str, params: Params, *good: str) -> Case:
         every = {"permit": breaker.allow(0.0), "now": 0.0}
         return {name: every[name] for name in good}
 
-    return within(lambda world: nullcontext(Breaker(1)), method, params, arguments)
+    return within(lambda world: nullcontext(storage.Breaker(1)), method, params, arguments)
 
 
 def of_url(method: str, params: Params, **good: Any) -> Case:
-    return plain(getattr(ParsedUrl("memory", options={}), method), params, **good)
+    return plain(params, via=getattr(storage.ParsedUrl("memory", options={}), method), **good)(None)
 
 
-def _pages(world: World) -> Pages:
+def _pages(world: World) -> storage.Pages:
     memory = world.once("memory", lambda: nullcontext(bytearray(6)))
-    made: Pages = world.once("pages", lambda: Pages.open(MemoryBackend(), memory, 2, "m"))
+    made: storage.Pages = world.once("pages", lambda: storage.Pages.open(MemoryBackend(), memory, 2, "m"))
     return made
 
 
 @contextmanager
-def _serving_pages(world: World) -> Iterator[Pages]:
+def _serving_pages(world: World) -> Iterator[storage.Pages]:
     """Pages, which serve one afterwards."""
     pages, memory = _pages(world), world.once("memory", nullcontext)
     memory[:2] = secrets.token_bytes(2)
@@ -311,8 +275,8 @@ def _serving_pages(world: World) -> Iterator[Pages]:
     finally:
         assert pages.stats()["calls_in_flight"] == 0
         key = [bytes(memory[:2])]
-        assert pages.put(key, [0]).result(60) == [Result.HIT]
-        assert pages.get(key, [2]).result(60) == [Result.HIT]
+        assert pages.put(key, [0]).result(60) == [storage.Result.HIT]
+        assert pages.get(key, [2]).result(60) == [storage.Result.HIT]
         assert memory[:2] == memory[4:]
 
 
@@ -327,7 +291,7 @@ EIGHT: Given = {"function": lambda *_: 8}
 
 
 def _threads(world: World) -> Any:
-    return closing(ThreadPool(1, "edge"))
+    return closing(storage.ThreadPool(1, "edge"))
 
 
 def _done(world: World, made: Any) -> Given:
@@ -336,8 +300,8 @@ def _done(world: World, made: Any) -> Given:
     return {"futures": [done]}
 
 
-def _stored(**fields: Any) -> BlockStored:
-    return BlockStored(**{
+def _stored(**fields: Any) -> events.BlockStored:
+    return events.BlockStored(**{
         "block_hashes": [8], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2, "lora_id": None,
         "medium": "GPU", "lora_name": None, **fields,
     })  # fmt: skip
@@ -347,7 +311,7 @@ def of_mirror(method: str, params: Params, make: Callable[..., Any]) -> Case:
     """A method of a ``Mirror``, which knows of nothing that was refused."""
 
     async def call(world: World, given: Given) -> None:
-        mirror = Mirror()
+        mirror = events.Mirror()
         try:
             getattr(mirror, method)(make(**given))
         except ConfigError:
@@ -358,13 +322,13 @@ def of_mirror(method: str, params: Params, make: Callable[..., Any]) -> Case:
 
 
 @contextmanager
-def _publisher(world: World) -> Iterator[ZmqPublisher]:
-    with ZmqPublisher("inproc://edge-notice") as publisher:
+def _publisher(world: World) -> Iterator[events.ZmqPublisher]:
+    with events.ZmqPublisher("inproc://edge-notice") as publisher:
         yield publisher
     assert publisher.error is None
 
 
-def _received(world: World, subscriber: Subscriber) -> Callable[..., Any]:
+def _received(world: World, subscriber: events.Subscriber) -> Callable[..., Any]:
     def call(**given: Any) -> None:
         assert hasattr(subscriber.receive(**given), "__next__")
 
@@ -378,7 +342,7 @@ async def _served(**arguments: Any) -> None:
 
 async def _fleet(world: World, given: Given) -> None:
     async def made(**arguments: Any) -> None:
-        Fleet(**arguments).close()
+        events.Fleet(**arguments).close()
 
     await called(made, {}, given)
 
@@ -387,7 +351,7 @@ def of_fleet(method: str, params: Params, **good: Any) -> Case:
     """A method of a ``Fleet``, which follows nothing that was refused."""
 
     async def call(world: World, given: Given) -> None:
-        with Fleet() as fleet:
+        with events.Fleet() as fleet:
             fleet.add("there", [])
             try:
                 await called(getattr(fleet, method), good, given)
@@ -399,13 +363,13 @@ def of_fleet(method: str, params: Params, **good: Any) -> Case:
 
 
 async def _followed(world: World, given: Given) -> None:
-    with Fleet() as fleet:
-        fleet.add("a", [given.get("stream", EventStream("inproc://edge-fleet"))])
+    with events.Fleet() as fleet:
+        fleet.add("a", [given.get("stream", events.EventStream("inproc://edge-fleet"))])
 
 
 async def _followed_at(world: World, given: Given) -> None:
-    with Fleet() as fleet:
-        fleet.add("a", [EventStream(**{"endpoint": "inproc://edge-fleet", **given})])
+    with events.Fleet() as fleet:
+        fleet.add("a", [events.EventStream(**{"endpoint": "inproc://edge-fleet", **given})])
 
 
 def _cache(world: World, made: Any) -> Given:
@@ -536,55 +500,38 @@ class _Stream:
         pass
 
 
-EXCEPTIONS: dict[str, Case] = {
+EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
     # the configuration
     "asynccache.CacheConfig": Case(_config, SETTINGS),
-    "asynccache.Full": plain(Full, {**TOKENS, **POOL}, bytes_per_token=16, device_tokens=64),
-    "asynccache.SlidingWindow": plain(
-        SlidingWindow, {"window": COUNT, **TOKENS, **POOL}, window=8, bytes_per_token=16, device_tokens=64
-    ),
-    "asynccache.Mamba": plain(
-        Mamba, {"state_bytes": COUNT, "device_states": ROOM, "host_states": STATES, "parts": These("[]"), **POOL},
-        state_bytes=64, device_states=4,
-    ),
-    "asynccache.Sidecar": plain(
-        Sidecar, {"name": Depends(Text()), "bytes_per_page": COUNT, "hit_policy": Member(optional=True), **POOL},
-        name="s", indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES,
-    ),
-    **{f"asynccache.{cls.__name__}.attention": Case(
-        _other(cls.attention, layers=2, kv_heads=2, head_dim=8, device=64, **more),
-        {"layers": MANY, "kv_heads": MANY, "head_dim": MANY, "device": ROOM, "host": STATES, "dtype": Depends(Text()),
-         "more": Flag()},
-        names={"device": "device_tokens", "host": "host_tokens", "more": "replicated"},
-    ) for cls, more in ((Full, {}), (SlidingWindow, {"window": 8}))},
-    "asynccache.Mamba.recurrent": Case(
-        _other(Mamba.recurrent, layers=2, parts=((4, 4),), device=4),
-        {"layers": MANY, "parts": These("[[8]]"), "device": ROOM, "host": STATES, "dtype": Depends(Text()),
-         "more": Flag()},
-        names={"device": "device_states", "host": "host_states", "more": "replicated"},
-    ),
-    "asynccache.components_from": plain(
-        components_from, {"config": These(), "device": ROOM, "host": STATES, "tp": Depends(Integer(1)),
-                          "dtype": OneOf(These("None"), Depends(Text()))},
-        config=SimpleNamespace(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, dtype="float32"), device=64,
-    ),
-    "asynccache.load_config": Case(
-        _one_setting, {"path": Depends(Text(optional=True)), "env": These("None", "{}"), "given": MANY},
-        names={"given": "page_size", "path": ""},
-    ),
-    "asynccache.Adapter": plain(Adapter, {"lora_id": Integer(0, 2**63 - 1, optional=True)}, key="a"),
+    "asynccache.Full": plain({**TOKENS, **POOL}, bytes_per_token=16, device_tokens=64),
+    "asynccache.SlidingWindow": plain({"window": COUNT, **TOKENS, **POOL}, window=8, bytes_per_token=16,
+        device_tokens=64),
+    "asynccache.Mamba": plain({"state_bytes": COUNT, "device_states": ROOM, "host_states": STATES,
+        "parts": These("[]"), **POOL}, state_bytes=64, device_states=4),
+    "asynccache.Sidecar": plain({"name": Depends(Text()), "bytes_per_page": COUNT,
+        "hit_policy": Member(optional=True), **POOL}, name="s", indices_from="full", bytes_per_page=64,
+        hit_policy=HitPolicy.ALL_PAGES),
+    **{f"asynccache.{cls.__name__}.attention": Case(_other(cls.attention, layers=2, kv_heads=2, head_dim=8,
+        device=64, **more), {"layers": MANY, "kv_heads": MANY, "head_dim": MANY, "device": ROOM, "host": STATES,
+        "dtype": Depends(Text()), "more": Flag()}, names={"device": "device_tokens", "host": "host_tokens",
+        "more": "replicated"}) for cls, more in ((Full, {}), (SlidingWindow, {"window": 8}))},
+    "asynccache.Mamba.recurrent": Case(_other(Mamba.recurrent, layers=2, parts=((4, 4),), device=4), {"layers": MANY,
+        "parts": These("[[8]]"), "device": ROOM, "host": STATES, "dtype": Depends(Text()), "more": Flag()},
+        names={"device": "device_states", "host": "host_states", "more": "replicated"}),
+    "asynccache.components_from": plain({"config": These(), "device": ROOM, "host": STATES,
+        "tp": Depends(Integer(1)), "dtype": OneOf(These("None"), Depends(Text()))},
+        config=SimpleNamespace(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, dtype="float32"),
+        device=64),
+    "asynccache.load_config": Case(_one_setting, {"path": Depends(Text(optional=True)), "env": These("None", "{}"),
+        "given": MANY}, names={"given": "page_size", "path": ""}),
+    "asynccache.Adapter": plain({"lora_id": Integer(0, 2**63 - 1, optional=True)}, key="a"),
     # the cache
-    "asynccache.AsyncCache": function(
-        AsyncCache, {"storage": OneOf(Text(), Thing(optional=True)), "on_event": Function(optional=True),
-                     "span": Function(optional=True), "debug": Flag(optional=True)},
-        lambda world, _: {"config": world.cache.config},
-    )._replace(books=False),
-    "asynccache.AsyncCache.lease": of_cache(
-        _through,
-        {"tokens": Tokens(1), "new_tokens": Integer(0), "timeout": Number(0, optional=True),
-         "states": Integer(0, optional=True), "chunk": Integer(1, optional=True),
-         "swa_chunk": Integer(1, optional=True), "shared_tokens": Integer(0, optional=True)},
-    ),
+    "asynccache.AsyncCache": function(AsyncCache, {"storage": OneOf(Text(), Thing(optional=True)),
+        "on_event": Function(optional=True), "span": Function(optional=True), "debug": Flag(optional=True)},
+        lambda world, _: {"config": world.cache.config})._replace(books=False),
+    "asynccache.AsyncCache.lease": of_cache(_through, {"tokens": Tokens(1), "new_tokens": Integer(0),
+        "timeout": Number(0, optional=True), "states": Integer(0, optional=True), "chunk": Integer(1, optional=True),
+        "swa_chunk": Integer(1, optional=True), "shared_tokens": Integer(0, optional=True)}),
     "asynccache.AsyncCache.match": of_cache("match", {"tokens": Tokens()}),
     "asynccache.AsyncCache.explain": of_cache("explain", {"tokens": Tokens()}),
     "asynccache.AsyncCache.prefetch": of_cache("prefetch", {"tokens": Tokens()}, 1),
@@ -592,260 +539,167 @@ EXCEPTIONS: dict[str, Case] = {
     "asynccache.AsyncCache.flush": of_cache("flush", {"timeout": Number(0, optional=True)}),
     "asynccache.AsyncCache.invalidate": of_cache("invalidate", {}),
     "asynccache.AsyncCache.aclose": Case(_aclose, {"timeout": Number(optional=True)}, books=True),
-    "asynccache.AsyncCache.attach_storage": of_cache(
-        _attached,
-        {"storage": Depends(Text()), "options": These("None", "{}"), "name": Depends(Text(optional=True)),
-         "position": Integer(0, 1, optional=True)}, storage=MemoryBackend(), name="other",
-    ),
-    "asynccache.AsyncCache.detach_storage": Case(
-        _detach, {"name": Depends(Text(optional=True)), "timeout": Number(0, optional=True)}, books=True,
-        names={"name": "store"},
-    ),
-    "asynccache.PrefetchHandle": plain(
-        PrefetchHandle, {name: Unchecked("cache.prefetch has checked it") for name in ("key", "namespace")},
-        key=b"", namespace=None,
-    ),
+    "asynccache.AsyncCache.attach_storage": of_cache(_attached, {"storage": Depends(Text()), "options": These("None",
+        "{}"), "name": Depends(Text(optional=True)), "position": Integer(0, 1, optional=True)},
+        storage=MemoryBackend(), name="other"),
+    "asynccache.AsyncCache.detach_storage": Case(_detach, {"name": Depends(Text(optional=True)), "timeout": Number(0,
+        optional=True)}, books=True, names={"name": "store"}),
+    "asynccache.PrefetchHandle": plain({name: Unchecked("cache.prefetch has checked it") for name in ("key",
+        "namespace")}, key=b"", namespace=None),
     # a lease
     "asynccache.Lease.advance": of_lease("advance", {"position": Integer(0, 20), "after": EVENT}, {"position": 8}),
-    "asynccache.Lease.truncate": of_lease(
-        "truncate", {"length": OneOf(Integer(12), Depends(Integer(0, 11))), "after": EVENT}, {"length": 12}
-    ),
+    "asynccache.Lease.truncate": of_lease("truncate", {"length": OneOf(Integer(12), Depends(Integer(0, 11))),
+        "after": EVENT}, {"length": 12}),
     "asynccache.Lease.adopt": of_lease("adopt", {"after": EVENT}),
     "asynccache.Lease.release": of_lease("release", {"after": EVENT}),
     "asynccache.Lease.extend": of_lease("extend", {"tokens": Integer(0), "states": Integer(0)}, {"tokens": 1}),
     "asynccache.Lease.layer": of_lease("layer", {"i": Integer(0, LAYERS - 1)}, {"i": 0}),
-    "asynccache.Lease.wait_layer": of_lease(
-        "wait_layer", {"stream": Thing(), "i": Integer(0, LAYERS - 1)}, {"stream": _Stream(), "i": 0}
-    ),
+    "asynccache.Lease.wait_layer": of_lease("wait_layer", {"stream": Thing(), "i": Integer(0, LAYERS - 1)},
+        {"stream": _Stream(), "i": 0}),
     "asynccache.Lease.page_table": of_lease("page_table", {"component": Text(("full", "swa"))}, {"component": "full"}),
-    "asynccache.Lease.commit": of_lease(
-        "commit", {"tokens": Tokens(3 * PAGE + 1), "after": EVENT, "checkpoint": Thing(optional=True)}, _commits
-    ),
+    "asynccache.Lease.commit": of_lease("commit", {"tokens": Tokens(3 * PAGE + 1), "after": EVENT,
+        "checkpoint": Thing(optional=True)}, _commits),
     "asynccache.Lease.commit (checkpoint)": of_lease(_checkpoint, {"position": Integer(8, 8)}),
     "asynccache.Lease.commit (state)": of_lease(_checkpoint, {"slot": Depends(Integer(0, 7))}),
     # the scheduler
-    "asynccache_shim.Limits": plain(
-        Limits, {"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}"),
-                 "max_time": Number(0, optional=True)}
-    ),
-    "asynccache_shim.SchedulerConfig": plain(
-        SchedulerConfig,
-        {"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT, "load_attempts": COUNT},
-    ),
-    "asynccache_shim.Request": function(
-        Request, {"tokens": Depends(Tokens(1)), "priority": Integer()}, {"tokens": [1, 2, 3]}
-    ),
+    "asynccache_shim.Limits": plain({"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}"),
+        "max_time": Number(0, optional=True)}),
+    "asynccache_shim.SchedulerConfig": plain({"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT,
+        "load_attempts": COUNT}),
+    "asynccache_shim.Request": function(Request, {"tokens": Depends(Tokens(1)), "priority": Integer()},
+        {"tokens": [1, 2, 3]}),
     "asynccache_shim.Request.next_token": within(_aborted, "next_token", {"index": Integer(0)}, {"index": 0}),
-    "asynccache_shim.Request (attributes)": within(
-        _scheduler, _late,
-        {"tokens": Depends(Tokens(1)), "limits": Thing(), "priority": Integer(), "namespace": Namespace(),
-         "sampling": Thing(), "ended": Flag(), "publishes": Function(optional=True)}, books=True,
-    ),
-    "asynccache_shim.Sampling": plain(
-        _drawn, {"temperature": SECONDS, "top_p": SHARE, "seed": Depends(Integer(optional=True)),
-                 "top_k": Integer(0, MAX_TOKEN)}
-    ),
-    "asynccache_shim.Scheduler": function(
-        Scheduler, {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True)},
-        lambda world, _: {"cache": world.cache, "model": _Model()}, books=True,
-    ),
-    "asynccache_shim.Scheduler.submit": within(
-        _scheduler, "submit", {}, lambda world, _: {"request": Request(world.prompt())}, books=True
-    ),
+    "asynccache_shim.Request (attributes)": within(_scheduler, _late, {"tokens": Depends(Tokens(1)),
+        "limits": Thing(), "priority": Integer(), "namespace": Namespace(), "sampling": Thing(), "ended": Flag(),
+        "publishes": Function(optional=True)}, books=True),
+    "asynccache_shim.Sampling": plain({"temperature": SECONDS, "top_p": SHARE,
+        "seed": Depends(Integer(optional=True)), "top_k": Integer(0, MAX_TOKEN)}, via=_drawn),
+    "asynccache_shim.Scheduler": function(Scheduler, {"cache": Thing(), "model": Thing(),
+        "settings": Thing(optional=True)}, lambda world, _: {"cache": world.cache, "model": _Model()}, books=True),
+    "asynccache_shim.Scheduler.submit": within(_scheduler, "submit", {}, lambda world,
+        _: {"request": Request(world.prompt())}, books=True),
     "asynccache_shim.Scheduler.aclose": within(_scheduler, "aclose", {"error": These("None")}),
     "asynccache_shim.follow": function(follow, {}, _closed_worker),
     # stores
-    "asynccache.storage.StoreOptions": plain(
-        StoreOptions, {"name": These("'8'", "np.str_('8')"), "timeout": Number(above=0), "concurrency": MANY,
-                       "slow": SECONDS},
-    ),
-    "asynccache.storage.ParsedUrl": plain(ParsedUrl, {"options": TEXTS}, scheme="memory"),
-    "asynccache.storage.Breaker": plain(
-        Breaker, {"threshold": COUNT, "backoff": Number(above=0), "max_backoff": Number(above=0)}
-    ),
-    "asynccache.storage.CheckedStore": plain(
-        _store, {"timeout": Number(above=0), "slow": SECONDS, "concurrency": MANY, "clock": Function(optional=True),
-                 "threads": Integer(0, 1024)},
-    ),
-    "asynccache.storage.CheckedStore (layout)": plain(lambda **given: _store(layout=_layout(**given)), _FIELDS),
-    "asynccache.storage.check_store (layout)": plain(
-        lambda **given: check_store("memory:", _layout(**given)), _FIELDS
-    ),
-    "asynccache.storage.CheckedStore.register": within(
-        _listed, "register", {"memory": These("memoryview", "2-d memoryview")},
-        {"pool": "full", "memory": memoryview(bytearray(64))},
-    ),
-    "asynccache.storage.CheckedStore.scrub": within(
-        _listed, "scrub", {"rate": Number(above=0, optional=True), "tell": Function()}
-    ),
-    **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": These("[]")}, keys=[PAGE_KEY])
-       for name in ("delete", "exists")},
-    "asynccache.storage.CheckedStore.hint": of_store(
-        "hint", {"verb": Thing(), "keys": These("[]"), "seconds": SECONDS}, verb=Hint.KEEP, keys=[PAGE_KEY]
-    ),
-    **{f"asynccache.storage.CheckedStore.{name}": of_store(
-        name, {"keys": Thing(), "payloads": Thing()}, keys=[PAGE_KEY], payloads=[memoryview(bytearray(64))])
-       for name in ("get", "put")},
+    "asynccache.storage.StoreOptions": plain({"name": These("'8'", "np.str_('8')"), "timeout": Number(above=0),
+        "concurrency": MANY, "slow": SECONDS}),
+    "asynccache.storage.ParsedUrl": plain({"options": TEXTS}, scheme="memory"),
+    "asynccache.storage.Breaker": plain({"threshold": COUNT, "backoff": Number(above=0),
+        "max_backoff": Number(above=0)}),
+    "asynccache.storage.CheckedStore": plain({"timeout": Number(above=0), "slow": SECONDS, "concurrency": MANY,
+        "clock": Function(optional=True), "threads": Integer(0, 1024)}, via=_store),
+    "asynccache.storage.CheckedStore (layout)": plain(_FIELDS, via=lambda **given: _store(layout=_layout(**given))),
+    "asynccache.storage.check_store (layout)": plain(_FIELDS, via=lambda **given: storage.check_store("memory:",
+        _layout(**given))),
+    "asynccache.storage.CheckedStore.register": within(_listed, "register", {"memory": These("memoryview",
+        "2-d memoryview")}, {"pool": "full", "memory": memoryview(bytearray(64))}),
+    "asynccache.storage.CheckedStore.scrub": within(_listed, "scrub", {"rate": Number(above=0, optional=True),
+        "tell": Function()}),
+    **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": These("[]")},
+        keys=[PAGE_KEY]) for name in ("delete", "exists")},
+    "asynccache.storage.CheckedStore.hint": of_store("hint", {"verb": Thing(), "keys": These("[]"),
+        "seconds": SECONDS}, verb=storage.Hint.KEEP, keys=[PAGE_KEY]),
+    **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": Thing(), "payloads": Thing()},
+        keys=[PAGE_KEY], payloads=[memoryview(bytearray(64))]) for name in ("get", "put")},
     "asynccache.storage.CheckedStore.is_away": of_store("is_away", {}, key=PAGE_KEY),
     "asynccache.storage.Breaker.allow": of_breaker("allow", {"now": Number()}, "now"),
-    "asynccache.storage.Breaker.success": of_breaker(
-        "success", {"permit": Integer(0), "now": Number(optional=True)}, "permit"
-    ),
-    "asynccache.storage.Breaker.failure": of_breaker(
-        "failure", {"permit": Integer(0), "now": Number()}, "permit", "now"
-    ),
+    "asynccache.storage.Breaker.success": of_breaker("success", {"permit": Integer(0), "now": Number(optional=True)},
+        "permit"),
+    "asynccache.storage.Breaker.failure": of_breaker("failure", {"permit": Integer(0), "now": Number()}, "permit",
+        "now"),
     "asynccache.storage.Breaker.abandon": of_breaker("abandon", {"permit": Integer(0)}, "permit"),
     "asynccache.storage.Breaker.shut_for": of_breaker("shut_for", {"now": Number()}, "now"),
-    "asynccache.storage.Pages": plain(
-        Pages, {"serving": Thing(), "pools": Unchecked("made by Pages.open")}, pools={}
-    ),
-    "asynccache.storage.Pages.open": within(
-        lambda world: nullcontext(), lambda world, _: lambda **given: Pages.open(**given).close(),
-        {"storage": Depends(Text()), "memory": Thing(), "page_bytes": Depends(Integer(1)),
-         "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "options": These("None", "{}"),
-          "blocks": Function(optional=True)},
-        lambda world, _: {"storage": MemoryBackend(), "memory": bytearray(8192), "page_bytes": 4096, "namespace": "m"},
-    ),
-    "asynccache.storage.Pages.exists": of_pages(
-        "exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"]
-    ),
-    "asynccache.storage.Pages.hint": of_pages(
-        "hint", {"verb": Thing(), "keys": EMPTY, "seconds": SECONDS, "pool": OF_ONE_POOL, "timeout": WITHIN},
-        verb=Hint.KEEP, keys=[b"a"],
-    ),
-    "asynccache.storage.read_hints": plain(
-        read_hints, {"envelope": Unchecked("whatever comes counts as malformed, at worst")}, envelope=None
-    ),
-    "asynccache.storage.RequestHints": plain(
-        RequestHints, dict.fromkeys(
-            ("prefetch", "block_hashes", "keep", "keep_end", "ended", "ended_start", "skip_store"),
-            Unchecked("made by read_hints"),
-        ),
-    ),
-    **{f"asynccache.storage.Pages.{name}": of_pages(
-        name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"], slots=[0])
-       for name in ("get", "put")},
+    "asynccache.storage.Pages": plain({"serving": Thing(), "pools": Unchecked("made by storage.Pages.open")},
+        pools={}),
+    "asynccache.storage.Pages.open": within(lambda world: nullcontext(), lambda world,
+        _: lambda **given: storage.Pages.open(**given).close(), {"storage": Depends(Text()), "memory": Thing(),
+        "page_bytes": Depends(Integer(1)), "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"),
+        "options": These("None", "{}"), "blocks": Function(optional=True)}, lambda world,
+        _: {"storage": MemoryBackend(), "memory": bytearray(8192), "page_bytes": 4096, "namespace": "m"}),
+    "asynccache.storage.Pages.exists": of_pages("exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN},
+        keys=[b"a"]),
+    "asynccache.storage.Pages.hint": of_pages("hint", {"verb": Thing(), "keys": EMPTY, "seconds": SECONDS,
+        "pool": OF_ONE_POOL, "timeout": WITHIN}, verb=storage.Hint.KEEP, keys=[b"a"]),
+    "asynccache.storage.read_hints": plain({"envelope": Unchecked("whatever comes counts as malformed, at worst")},
+        envelope=None),
+    "asynccache.storage.RequestHints": plain(dict.fromkeys(("prefetch", "block_hashes", "keep", "keep_end", "ended",
+        "ended_start", "skip_store"), Unchecked("made by storage.read_hints"))),
+    **{f"asynccache.storage.Pages.{name}": of_pages(name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL,
+        "timeout": WITHIN}, keys=[b"a"], slots=[0]) for name in ("get", "put")},
     "asynccache.storage.Pages.clear": of_pages("clear", {"timeout": WITHIN}),
-    "asynccache.storage.Pages.close": within(
-        lambda world: Pages.open(MemoryBackend(), bytearray(2), 2, "m"), "close", {"timeout": Number(0)}
-    ),
-    "asynccache.storage.ParsedUrl.allow_only": of_url(
-        "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
-    ),
-    "asynccache.storage.ParsedUrl.settings": of_url(
-        "settings", {"kind": Thing(), "own": Unchecked("settings of that kind, which checks them")}, kind=StoreOptions
-    ),
+    "asynccache.storage.Pages.close": within(lambda world: storage.Pages.open(MemoryBackend(), bytearray(2), 2, "m"),
+        "close", {"timeout": Number(0)}),
+    "asynccache.storage.ParsedUrl.allow_only": of_url("allow_only", {"names": These("[]", "['8']", "{}",
+        "{'a': 1}")}, names=()),
+    "asynccache.storage.ParsedUrl.settings": of_url("settings", {"kind": Thing(),
+        "own": Unchecked("settings of that kind, which checks them")}, kind=storage.StoreOptions),
     **{f"asynccache.storage.ThreadPool.{name}": within(_threads, name, OWN, EIGHT) for name in ("call", "run")},
-    "asynccache.storage.ThreadPool.submit": within(
-        _threads, lambda world, pool: lambda function: asyncio.wrap_future(pool.submit(function)), OWN, EIGHT
-    ),
-    "asynccache.storage.ThreadPool.run_for": within(
-        _threads, "run_for", {**OWN, "size": Integer()}, {**EIGHT, "size": 1 << 30}
-    ),
-    "asynccache.storage.ThreadPool.spread": within(
-        _threads, "spread", {"sizes": Unchecked("summed for every call"), "columns": Unchecked("the function's own")},
-        {**EIGHT, "sizes": [1 << 30]},
-    ),
-    "asynccache.storage.OpenCalls": plain(OpenCalls, {}, name="w"),
-    "asynccache.storage.completed": function(
-        completed, {"work": Thing()}, lambda world, _: {"work": asyncio.sleep(0)}
-    ),
-    "asynccache.storage.completed_in_thread": function(completed_in_thread, OWN, {"function": int}),
-    "asynccache.storage.settled": function(settled, {"futures": These("[]")}, _done),
-    "asynccache.storage.check_stores": Case(
-        _check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))), "options": These("None", "{}")},
-        names={"urls": "storage"},
-    ),
-    "asynccache.storage.ThreadPool": plain(ThreadPool, {"count": Integer(0, 1024)}, count=1, name="w"),
-    "asynccache.storage.backend_class": plain(backend_class, {"scheme": Depends(Text())}, scheme="memory"),
-    "asynccache.storage.check_store": plain(
-        check_store, {"url": Depends(Text()), "options": These("None", "{}")}, url="memory:", layout=LAYOUT
-    ),
-    "asynccache.storage.parse_host_port": plain(
-        parse_host_port, {"default": Integer(1, 65535, optional=True)}, text="host:1"
-    ),
-    "asynccache.storage.open_store": plain(
-        open_store,
-        {"url": Depends(Text()), "options": These("None", "{}"), "timeout": Number(above=0, optional=True)},
-        url="memory:", layout=LAYOUT,
-    ),
-    "asynccache.storage.parse_size": plain(
-        parse_size, {"text": Depends(Text())}, name="size", text="8"
-    )._replace(names={"text": "size"}),
-    "asynccache.storage.parse_url": plain(
-        parse_url, {"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"
-    ),
-    "asynccache.storage.take_options": plain(take_options, {}, url=ParsedUrl("memory")),
-    "asynccache.storage.weights_digest": plain(
-        weights_digest, {"model": Depends(Text()), "cache": Text(optional=True)}, model=WEIGHTS.name
-    ),
+    "asynccache.storage.ThreadPool.submit": within(_threads, lambda world,
+        pool: lambda function: asyncio.wrap_future(pool.submit(function)), OWN, EIGHT),
+    "asynccache.storage.ThreadPool.run_for": within(_threads, "run_for", {**OWN, "size": Integer()}, {**EIGHT,
+        "size": 1 << 30}),
+    "asynccache.storage.ThreadPool.spread": within(_threads, "spread", {"sizes": Unchecked("summed for every call"),
+        "columns": Unchecked("the function's own")}, {**EIGHT, "sizes": [1 << 30]}),
+    "asynccache.storage.OpenCalls": plain({}, name="w"),
+    "asynccache.storage.completed": function(storage.completed, {"work": Thing()}, lambda world,
+        _: {"work": asyncio.sleep(0)}),
+    "asynccache.storage.completed_in_thread": function(storage.completed_in_thread, OWN, {"function": int}),
+    "asynccache.storage.settled": function(storage.settled, {"futures": These("[]")}, _done),
+    "asynccache.storage.check_stores": Case(_check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))),
+        "options": These("None", "{}")}, names={"urls": "storage"}),
+    "asynccache.storage.ThreadPool": plain({"count": Integer(0, 1024)}, count=1, name="w"),
+    "asynccache.storage.backend_class": plain({"scheme": Depends(Text())}, scheme="memory"),
+    "asynccache.storage.check_store": plain({"url": Depends(Text()), "options": These("None", "{}")}, url="memory:",
+        layout=LAYOUT),
+    "asynccache.storage.parse_host_port": plain({"default": Integer(1, 65535, optional=True)}, text="host:1"),
+    "asynccache.storage.open_store": plain({"url": Depends(Text()), "options": These("None", "{}"),
+        "timeout": Number(above=0, optional=True)}, url="memory:", layout=LAYOUT),
+    "asynccache.storage.parse_size": plain({"text": Depends(Text())}, name="size",
+        text="8", told={"text": "size"}),
+    "asynccache.storage.parse_url": plain({"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"),
+    "asynccache.storage.take_options": plain({}, url=storage.ParsedUrl("memory")),
+    "asynccache.storage.weights_digest": plain({"model": Depends(Text()), "cache": Text(optional=True)},
+        model=WEIGHTS.name),
     # events
-    "asynccache.events.ZmqPublisher": plain(
-        ZmqPublisher,
-        {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "rank": Integer(0, INT32, optional=True),
-         "layout": Member(),
-         "keep": Integer(1, 1 << 30), "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT,
-          "high_water": Integer(1, INT32), "first": Integer(0, 1 << 62)},
-        endpoint="inproc://edge", layout=EventLayout.MAP,
-    ),
-    "asynccache.events.ZmqPublisher.close": within(
-        lambda world: closing(ZmqPublisher("inproc://edge-close")), "close",
-        {"timeout": Number(0, threading.TIMEOUT_MAX)},
-    ),
-    "asynccache.events.Subscriber": plain(
-        Subscriber,
-        {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "layout": Member(),
-         "patience": Number(0, 1e6)},
-        endpoint="inproc://edge",
-    ),
-    "asynccache.events.Subscriber.receive": within(
-        lambda world: Subscriber("inproc://edge-receive"), _received, {"timeout": Number(0, 1e6)}, {"timeout": 0}
-    ),
-    "asynccache.events.ZmqPublisher.__call__": within(
-        _publisher, "__call__", {"notice": Thing()}, {"notice": Cleared()}
-    ),
+    "asynccache.events.ZmqPublisher": plain({"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)),
+        "rank": Integer(0, INT32, optional=True), "layout": Member(), "keep": Integer(1, 1 << 30),
+        "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT, "high_water": Integer(1, INT32),
+        "first": Integer(0, 1 << 62)}, endpoint="inproc://edge", layout=events.EventLayout.MAP),
+    "asynccache.events.ZmqPublisher.close": within(lambda world: closing(events.ZmqPublisher("inproc://edge-close")),
+        "close", {"timeout": Number(0, threading.TIMEOUT_MAX)}),
+    "asynccache.events.Subscriber": plain({"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)),
+        "layout": Member(), "patience": Number(0, 1e6)}, endpoint="inproc://edge"),
+    "asynccache.events.Subscriber.receive": within(lambda world: events.Subscriber("inproc://edge-receive"),
+        _received, {"timeout": Number(0, 1e6)}, {"timeout": 0}),
+    "asynccache.events.ZmqPublisher.__call__": within(_publisher, "__call__", {"notice": Thing()},
+        {"notice": Cleared()}),
     "asynccache.events.Mirror.note": of_mirror("note", {"event": Thing()}, lambda event: event),
-    "asynccache.events.Mirror.note (event)": of_mirror(
-        "note", {"block_hashes": INTEGERS, "medium": Text(optional=True)}, _stored
-    ),
+    "asynccache.events.Mirror.note (event)": of_mirror("note", {"block_hashes": INTEGERS,
+        "medium": Text(optional=True)}, _stored),
     "asynccache.events.Mirror.apply": of_mirror("apply", {"batch": Thing()}, lambda batch: batch),
-    "asynccache.events.Mirror.apply (batch)": of_mirror(
-        "apply", {"events": These("[]")}, lambda events: EventBatch(0.0, events)
-    ),
-    "asynccache.events.Mirror.apply (event)": of_mirror(
-        "apply", {"event": Thing()}, lambda event: EventBatch(0.0, [_stored(), event])
-    ),
-    "asynccache.events.Mirror.prefix": plain(
-        Mirror().prefix, {"hashes": INTEGERS, "medium": Text(("GPU", "CPU"))}, hashes=[1]
-    ),
-    "asynccache.events.Fleet": Case(
-        _fleet, {"patience": Number(high=1e6, above=0), "check": Number(high=1e6, above=0),
-                 "silence": Number(high=6000, above=0)}
-    ),
-    "asynccache.events.Fleet.add": of_fleet(
-        "add", {"server": Depends(Text()), "streams": These("[]")}, server="a", streams=[]
-    ),
+    "asynccache.events.Mirror.apply (batch)": of_mirror("apply", {"events": These("[]")},
+        lambda **given: events.EventBatch(0.0, **given)),
+    "asynccache.events.Mirror.apply (event)": of_mirror("apply", {"event": Thing()},
+        lambda event: events.EventBatch(0.0, [_stored(), event])),
+    "asynccache.events.Mirror.prefix": plain({"hashes": INTEGERS, "medium": Text(("GPU", "CPU"))}, hashes=[1],
+        via=events.Mirror().prefix),
+    "asynccache.events.Fleet": Case(_fleet, {"patience": Number(high=1e6, above=0), "check": Number(high=1e6,
+        above=0), "silence": Number(high=6000, above=0)}),
+    "asynccache.events.Fleet.add": of_fleet("add", {"server": Depends(Text()), "streams": These("[]")}, server="a",
+        streams=[]),
     "asynccache.events.Fleet.remove": of_fleet("remove", {"server": Text(("there",))}, server="there"),
     "asynccache.events.Fleet.hits": of_fleet("hits", {"hashes": INTEGERS}, hashes=[1]),
-    "asynccache.events.Fleet.add (stream)": Case(
-        _followed, {"stream": Thing()}
-    ),
-    "asynccache.events.Fleet.add (stream's fields)": Case(
-        _followed_at, {"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "topic": Text(),
-                       "layout": Member()}
-    ),
-    "asynccache.events.prompt_blocks": plain(
-        prompt_blocks,
-        {"tokens": Depends(INTEGERS), "model": Text(), "page_size": Integer(1, 1 << 16), "namespace": Namespace()},
-        tokens=[1, 2], model="m", page_size=1,
-    ),
+    "asynccache.events.Fleet.add (stream)": Case(_followed, {"stream": Thing()}),
+    "asynccache.events.Fleet.add (stream's fields)": Case(_followed_at, {"endpoint": Depends(Text()),
+        "replay": Depends(Text(optional=True)), "topic": Text(), "layout": Member()}),
+    "asynccache.events.prompt_blocks": plain({"tokens": Depends(INTEGERS), "model": Text(), "page_size": Integer(1,
+        1 << 16), "namespace": Namespace()}, tokens=[1, 2], model="m", page_size=1),
     # metrics
-    "asynccache.metrics.LoopLag": plain(LoopLag, {"tick": Number(above=0)}),
+    "asynccache.metrics.LoopLag": plain({"tick": Number(above=0)}),
     "asynccache.metrics.CacheCollector": function(CacheCollector, {}, _cache),
     "asynccache.metrics.app": function(app, {}, _cache),
-    "asynccache.metrics.start_metrics_server": function(
-        _served, {"host": Text(("127.0.0.1",)), "port": Integer(0, 65535)}, _cache
-    ),
+    "asynccache.metrics.start_metrics_server": function(_served, {"host": Text(("127.0.0.1",)), "port": Integer(0,
+        65535)}, _cache),
 }  # fmt: skip
 
 
@@ -859,15 +713,16 @@ def kind_of(annotation: str) -> Kind | None:
     return Thing(optional=optional) if re.fullmatch(r"(\w+\.)*_?[A-Z]\w+", name) else None
 
 
-def derived(name: str) -> dict[str, Kind]:
-    """What the parameters of the public call of this name take, as far as its annotations say that."""
-    package = max((one for one in PACKAGES if name.startswith(f"{one}.")), key=len)
-    member: Any = importlib.import_module(package)
-    for part in name.removeprefix(f"{package}.").split("."):
-        member = getattr(member, part)
+def derived(member: Any) -> dict[str, Kind]:
+    """What the parameters of a public call take, as far as its annotations say that."""
     found = {one.name: kind_of(_written(one.annotation)) for one in inspect.signature(member).parameters.values()
              if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}  # fmt: skip
     return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _member(name: str) -> Any:
+    package = max((one for one in PACKAGES if name.startswith(f"{one}.")), key=len)
+    return attrgetter(name.removeprefix(f"{package}."))(importlib.import_module(package))
 
 
 def _written(annotation: Any) -> str:
@@ -876,10 +731,13 @@ def _written(annotation: Any) -> str:
     return bare if isinstance(bare, str) else inspect.formatannotation(bare)
 
 
-CALLS = {name: case if "(" in name else case._replace(params={**derived(name), **case.params})
-         for name, case in EXCEPTIONS.items()}  # fmt: skip
+CALLS: dict[str, Case] = {}
+for _name, _entry in EXCEPTIONS.items():
+    _named = None if "(" in _name else _member(_name)
+    _case = _entry if isinstance(_entry, Case) else _entry(_named)
+    CALLS[_name] = _case if _named is None else _case._replace(params={**derived(_named), **_case.params})
 
-_VALUE = "a value: Mirror checks of an event what it takes up, and msgspec all of one that comes from the wire"
+_VALUE = "a value: events.Mirror checks of an event what it takes up, and msgspec all of one that comes from the wire"
 
 _GROUP = "a cache with workers only takes it: tests/group/test_group_calls.py calls it with all that is odd"
 
