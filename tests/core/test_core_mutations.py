@@ -19,7 +19,8 @@ from tests.core import test_core_reuse as reuse_laws
 from tests.core.test_core_ends import (
     test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has as saved_ahead_gives_way,
 )
-from tests.core.test_core_machine import play_while_p2c_leads
+from tests.core.test_core_machine import play
+from tests.simulated.leading import leading
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("breaks_a_core")]
 
@@ -177,6 +178,13 @@ def test_a_rule_that_is_left_out_is_noticed(broken: Rule, monkeypatch: pytest.Mo
 Law = Callable[[Patch], None]
 
 
+def led(components: str, device: int, random_seed: int) -> None:
+    """Any order of calls while ``p2c`` leads."""
+    with leading():
+        play(120, 40, components=components, random_seed=random_seed,
+             options={"host": 0, "device": device, "eviction": "p2c"})
+
+
 def reuse_checks() -> list[Callable[[Patch], None]]:
     """The tests of the laws, the quick ones first. A test patches on its own account in what it is given."""
     return [
@@ -187,7 +195,8 @@ def reuse_checks() -> list[Callable[[Patch], None]]:
         lambda patch: reuse_laws.test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used(),
         reuse_laws.test_ghosts_are_bounded_and_counted,
         lambda patch: reuse_laws.test_the_first_hundred_requests_are_those_of_lru(),
-        lambda patch: play_while_p2c_leads(120, "full", 0, random_seed=1),
+        lambda patch: led("full,swa,mamba", 32, 4),
+        lambda patch: led("full", 12, 1),
         lambda patch: reuse_laws.test_it_keeps_what_comes_back_where_lru_keeps_what_was_last(),
     ]
 

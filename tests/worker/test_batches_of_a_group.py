@@ -171,17 +171,25 @@ async def test_a_worker_that_is_closed_says_so_whatever_its_engine_asks() -> Non
         batch.end()
 
 
-async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_closed() -> None:
+@pytest.mark.parametrize("how", ["the worker is closed", "rank 3: closed the connection"])
+async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_worker_closes_or_the_group_fails(
+    how: str
+) -> None:
+    """Not only when the worker has closed, which may take as long as a store does."""
     async with opened() as worker:
         first = worker.loaded(1)
         second = worker.loaded(2, after=(1,))
         waiting = asyncio.create_task(worker.face.layer(second, 0))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "the load stands behind a batch without an event"
-        await worker.server.aclose(1.0)
-        with pytest.raises(RankFailure, match="the worker is closed"):
-            async with asyncio.timeout(10):
-                await waiting
+        if how == "the worker is closed":
+            await worker.server.aclose(1.0)
+        else:
+            worker.server.finish(RankFailure("closed the connection", 3))
+        for asked in (waiting, worker.face.layer(second, 0)):
+            with pytest.raises(RankFailure, match=how):
+                async with asyncio.timeout(10):
+                    await asked
         first.end()
 
 
@@ -251,21 +259,6 @@ async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks
         for call in calls:
             with pytest.raises(RankFailure, match="rank 3: closed the connection"):
                 call()
-
-
-async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_fails() -> None:
-    """Not only when the worker has closed, which may take as long as a store does."""
-    async with opened() as worker:
-        first = worker.loaded(1)
-        second = worker.loaded(2, after=(1,))
-        waiting = asyncio.create_task(worker.face.layer(second, 0))
-        await asyncio.sleep(0.01)
-        worker.server.finish(RankFailure("closed the connection", 3))
-        for asked in (waiting, worker.face.layer(second, 0)):
-            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
-                async with asyncio.timeout(10):
-                    await asked
-        first.end()
 
 
 @pytest.mark.parametrize("when", ["done", "wait"])
@@ -542,14 +535,6 @@ async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_w
             return worker.bytes_of(LAYERS - 1)
 
         assert await beside(engine) == {7}
-
-
-async def test_a_thread_that_waits_when_the_worker_is_closed_is_told() -> None:
-    async with opened() as worker:
-        batch = worker.loaded(1)
-        await worker.server.aclose(30.0)
-        with pytest.raises((RankFailure, ConfigError)):
-            await beside(lambda: worker.face.wait_layers(worker.stream, batch, 0))
 
 
 def test_a_thread_whose_loop_has_ended_is_told() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -55,25 +57,27 @@ FLUSH, DELETE = ORDERS["flush"].message, ORDERS["delete"].message
 decode_news = news_decoder(ORDERS)
 
 
-def sent_of(orders: list[Message]) -> tuple[list[Message], list[str]]:
-    """Which of them are sent, and what is told of the others."""
-    sent: list[Message] = []
-    told: list[RankFailure] = []
+def on_wire(
+    body: Callable[[Wire, list[list[Message]]], Awaitable[None]],
+    decode: Callable[[bytes], Sequence[Message]] = decode_orders,
+) -> tuple[list[list[Message]], list[str]]:
+    """The messages of each frame that a wire has sent when ``body`` has used it, and what was told of the others."""
+    frames: list[list[Message]] = []
+    told: list[str] = []
 
     async def main(loop: SimulatedLoop) -> None:
         link = simulated_links(loop.entropy("links"))[0]
-        frames: list[bytes] = []
-        link.send = frames.append  # type: ignore[method-assign,assignment]
-        one = Wire([link], told.append)
-        for order in orders:
-            one.put(order)
-        await asyncio.sleep(1)
-        for frame in frames:
+
+        def send(frame: bytes) -> None:
             assert len(frame) <= links.MOST_FRAME
-            sent.extend(decode_orders(frame))
+            frames.append(list(decode(frame)))
+
+        link.send = send  # type: ignore[method-assign]
+        await body(Wire([link], lambda failure: told.append(failure.reason)), frames)
+        await asyncio.sleep(1)
 
     simulate(main, 1)
-    return sent, [failure.reason for failure in told]
+    return frames, told
 
 
 def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
@@ -84,8 +88,13 @@ def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
     odd: list[Message] = [
         DELETE(7, [bytes(200)]), ORDERS["open_store"].message(8, 1, "file:\udcff", {}, None), FLUSH(1 << 70),
     ]  # fmt: skip
-    sent, told = sent_of([*good[:40], odd[0], *good[40:70], odd[1], odd[2], *good[70:]])
-    assert sent == good
+
+    async def body(wire: Wire, frames: list[list[Message]]) -> None:
+        for order in (*good[:40], odd[0], *good[40:70], odd[1], odd[2], *good[70:]):
+            wire.put(order)
+
+    frames, told = on_wire(body)
+    assert list(chain.from_iterable(frames)) == good
     assert len(told) == 3
     for one, why in zip(told, ("delete: it has 2", "open_store: 'utf-8' codec", "flush: "), strict=True):
         assert one.startswith(f"cannot send its {why}")
@@ -95,76 +104,48 @@ def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_an
     def ended(status: Status, *ops: int) -> Ended:
         return Ended(status, list(ops))
 
-    frames: list[list[Message]] = []
+    done, failed = Status.DONE, Status.FAILED
 
-    async def main(loop: SimulatedLoop) -> None:
-        link = simulated_links(loop.entropy("links"))[0]
-        link.send = lambda frame: frames.append(list(decode_news(frame)))  # type: ignore[method-assign]
-        one = Wire([link], lambda failure: None)
-        done, failed = Status.DONE, Status.FAILED
+    async def body(wire: Wire, frames: list[list[Message]]) -> None:
         for said in (ended(done, 1), ended(done, 2), ended(failed, 3), ended(done, 4), BatchOver(1), ended(done, 5)):
-            one.put(said)
+            wire.put(said)
         await asyncio.sleep(1)
-        one.put(ended(done, 6))
-        await asyncio.sleep(1)
+        wire.put(ended(done, 6))
 
-    simulate(main, 1)
-    assert frames == [
-        [
-            ended(Status.DONE, 1, 2), ended(Status.FAILED, 3), ended(Status.DONE, 4), BatchOver(1),
-            ended(Status.DONE, 5),
-        ],
-        [ended(Status.DONE, 6)],
+    assert on_wire(body, decode_news)[0] == [
+        [ended(done, 1, 2), ended(failed, 3), ended(done, 4), BatchOver(1), ended(done, 5)], [ended(done, 6)],
     ]
 
 
 def test_what_is_sent_goes_at_once_behind_what_was_put_and_what_is_held_waits_for_a_flush() -> None:
-    frames: list[list[Message]] = []
-
-    async def main(loop: SimulatedLoop) -> None:
-        link = simulated_links(loop.entropy("links"))[0]
-        link.send = lambda frame: frames.append(list(decode_orders(frame)))  # type: ignore[method-assign]
-        one = Wire([link], lambda failure: None)
-        one.put(FLUSH(1))
-        one.send([FLUSH(2), FLUSH(3)])
+    async def body(wire: Wire, frames: list[list[Message]]) -> None:
+        wire.put(FLUSH(1))
+        wire.send([FLUSH(2), FLUSH(3)])
         assert frames == [[FLUSH(1), FLUSH(2), FLUSH(3)]]
         await asyncio.sleep(1)
-        one.hold()
-        one.put(FLUSH(4))
-        one.put(FLUSH(5))
+        wire.hold()
+        wire.put(FLUSH(4))
+        wire.put(FLUSH(5))
         assert len(frames) == 1
-        one.flush()
+        wire.flush()
         assert frames[1:] == [[FLUSH(4), FLUSH(5)]]
-        one.put(FLUSH(6))
-        await asyncio.sleep(1)
-        assert frames[2:] == [[FLUSH(6)]], "as ever, at the end of the turn"
+        wire.put(FLUSH(6))
 
-    simulate(main, 1)
+    assert on_wire(body)[0][2:] == [[FLUSH(6)]], "as ever, at the end of the turn"
 
 
 def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MOST_FRAME", 4096)
     monkeypatch.setattr(links, "SLICE", 256)
-    sent: list[int] = []
-    told: list[RankFailure] = []
 
-    async def main(loop: SimulatedLoop) -> None:
-        link = simulated_links(loop.entropy("links"))[0]
-
-        def send(frame: bytes) -> None:
-            assert len(frame) <= 4096
-            for message in decode_news(frame):
-                assert isinstance(message, Ended)
-                sent.extend(message.works)
-
-        link.send = send  # type: ignore[method-assign]
-        one = Wire([link], told.append)
+    async def body(wire: Wire, frames: list[list[Message]]) -> None:
         for op in range(10_000, 12_000):
-            one.put(Ended(Status.DONE, [op]))
-        await asyncio.sleep(1)
+            wire.put(Ended(Status.DONE, [op]))
 
-    simulate(main, 1)
-    assert sent == list(range(10_000, 12_000))
+    frames, told = on_wire(body, decode_news)
+    assert [op for frame in frames for message in frame for op in message.works] == [  # type: ignore[attr-defined]
+        *range(10_000, 12_000)
+    ]
     assert not told
 
 
