@@ -24,7 +24,7 @@ from asynccache.cli.options import CommandOptions, Concurrency, Json, Loop, Quie
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.cli.output import size as spelled
 from asynccache.errors import BackendError, ConfigError
-from asynccache.settings import Count
+from asynccache.settings import Count, parse_size
 
 if TYPE_CHECKING:
     from asynccache.storage import Result
@@ -36,14 +36,8 @@ TIMEOUT = 600.0
 Figures = dict[str, Any]
 
 
-def _size(name: str, text: str) -> int:
-    from asynccache.storage import parse_size  # here: --help answers without what stores need
-
-    return parse_size(name, text)
-
-
 def _sizes(name: str, text: str) -> tuple[int, ...]:
-    return tuple(_size(name, part) for part in text.split(","))
+    return tuple(parse_size(name, part) for part in text.split(","))
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -55,7 +49,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     page_sizes: Annotated[tuple[Count, ...], option(
         "SIZES", "sizes of a page, each measured by itself", written="64KiB,256KiB,2MiB", parse=_sizes,
     )] = (64 << 10, 256 << 10, 2 << 20)  # fmt: skip
-    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=_size)] = 128 << 20
+    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=parse_size)] = 128 << 20
     batch: Annotated[Count | None, option(
         "N", f"pages in a call (default: as many as 8 MiB hold, at most {BATCH_PAGES})")] = None
     concurrency: Annotated[Concurrency, option("N", "calls at a time")] = 2

@@ -52,10 +52,6 @@ WORDS = (
 )
 
 
-def _models(name: str, text: str) -> tuple[str, ...]:
-    return tuple(text.split("\n"))
-
-
 class Options(CommandOptions, frozen=True, kw_only=True):
     """The options of ``verify-engine``."""
 
@@ -70,7 +66,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                                                      "storage, or from another process")] = None
     model: Annotated[tuple[str, ...], option(
         "NAME", "what requests call the model; may be given several times, for adapters: each gets the same prompts "
-        "(default: the first that the server lists)", several=True, parse=_models)] = ()
+        "(default: the first that the server lists)", several=True)] = ()
     prompts: Annotated[Concurrency, option(
         "N", "prompts for each model; half of them are sent one by one, half together")] = 12
     length: Annotated[int, Meta(ge=2, le=LONGEST), option("TOKENS", "length of the longest prompt")] = 512
