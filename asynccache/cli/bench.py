@@ -25,6 +25,7 @@ from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.cli.output import size as spelled
 from asynccache.errors import BackendError, ConfigError
 from asynccache.settings import Count, parse_size
+from asynccache.settle import each
 
 if TYPE_CHECKING:
     from asynccache.storage import Result
@@ -114,21 +115,19 @@ async def _measured(options: Options, url: str, size: int, count: int, tell: Tel
     async def drive(op: str, order: Sequence[int], call: Callable[[Sequence[int]], Awaitable[list[Result]]]) -> None:
         """Make the calls for all pages, ``--concurrency`` calls at a time, and note the times that they took."""
         calls, latencies = [order[at : at + batch] for at in range(0, count, batch)], list[float]()
-        left = iter(calls)
 
-        async def worker() -> None:
-            for which in left:
-                began = time.perf_counter()
-                results = await call(which)
-                latencies.append(time.perf_counter() - began)
-                if failed := len(results) - results.count(Result.HIT):
-                    why = store.last_error or f"{', '.join(sorted({each.name for each in results}))}, without an error"
-                    raise BackendError(f"the store failed for {failed} of {len(results)} pages: {why}")
-                tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {options.repeat}: "
-                     f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")
+        async def one(which: Sequence[int]) -> None:
+            began = time.perf_counter()
+            results = await call(which)
+            latencies.append(time.perf_counter() - began)
+            if failed := len(results) - results.count(Result.HIT):
+                why = store.last_error or f"{', '.join(sorted({one.name for one in results}))}, without an error"
+                raise BackendError(f"the store failed for {failed} of {len(results)} pages: {why}")
+            tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {options.repeat}: "
+                 f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")
 
         cpu, began = time.process_time(), time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(options.concurrency)))
+        await each(calls, one, options.concurrency)
         wall = time.perf_counter() - began
         passes.setdefault(op, []).append((wall, time.process_time() - cpu, latencies))
 

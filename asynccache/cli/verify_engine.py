@@ -32,6 +32,7 @@ from asynccache.cli.options import MOST, CommandOptions, Concurrency, Json, NotN
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Count
+from asynccache.settle import each
 
 T = TypeVar("T")
 
@@ -375,21 +376,15 @@ class Verification:
     async def _each(self, what: str, items: Sequence[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
         """Do ``work`` for each of ``items``, one for each prompt, ``at_once`` at a time. The first error ends the
         others."""
-        left, done = iter(items), 0
+        done = 0
 
-        async def some() -> None:
+        async def one(item: T) -> None:
             nonlocal done
-            for item in left:
-                self._tell(f"{what}: {number(done)} of {number(len(items))} prompts")
-                await work(item)
-                done += 1
+            self._tell(f"{what}: {number(done)} of {number(len(items))} prompts")
+            await work(item)
+            done += 1
 
-        tasks = [asyncio.create_task(some()) for _ in range(min(at_once, len(items)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await each(items, one, at_once)
 
     # tiers
 

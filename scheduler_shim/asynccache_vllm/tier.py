@@ -142,9 +142,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._said: set[str] = set()
         self._over = self._closed = False
         self._events: list[Any] | None = None
-        if options.events and offloading_spec.kv_events_config.enable_kv_cache_events:
+        if options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
-        elif options.events:
+        elif options.enable_kv_events:
             _log.warning("asynccache: enable_kv_events is set, but vLLM publishes no KV events (kv_events_config)")
         _log.info(
             "asynccache: %s for %d chunks of %d bytes, namespace %s of %s", self._stores, chunks, page_bytes,
