@@ -7,6 +7,7 @@ no help in a clone that is not installed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 BRINGS: Mapping[str, tuple[str, ...]] = {
     "cli": ("rich>=13.7", "argcomplete>=3.3"),
@@ -20,6 +21,14 @@ BRINGS: Mapping[str, tuple[str, ...]] = {
     "cuda13": ("cupy-cuda13x>=14.0", "nvidia-cuda-nvrtc>=13,<14"),
 }
 """The packages of each extra, by its name. They are the same as in ``pyproject.toml``."""
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package; None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def install(extra: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
@@ -94,6 +94,24 @@ async def _ended(future: asyncio.Future[T]) -> T:
         return future.result()
     finally:
         del future  # for the same reason as in ``settled``
+
+
+async def each(items: Sequence[T], work: Callable[[T], Awaitable[object]], at_once: int) -> None:
+    """Do ``work`` for each of ``items``, in their order, for ``at_once`` of them at a time. After the first error, or
+    if this is cancelled, what is under way is cancelled and waited for."""
+    left = iter(items)
+
+    async def some() -> None:
+        for item in left:
+            await work(item)
+
+    tasks = [asyncio.get_running_loop().create_task(some()) for _ in range(min(at_once, len(items)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await settled(tasks)
 
 
 class OpenCalls:

@@ -24,7 +24,8 @@ from asynccache.cli.options import CommandOptions, Concurrency, Json, Loop, Quie
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.cli.output import size as spelled
 from asynccache.errors import BackendError, ConfigError
-from asynccache.settings import Count
+from asynccache.settings import Count, parse_size
+from asynccache.settle import each
 
 if TYPE_CHECKING:
     from asynccache.storage import Result
@@ -36,14 +37,8 @@ TIMEOUT = 600.0
 Figures = dict[str, Any]
 
 
-def _size(name: str, text: str) -> int:
-    from asynccache.storage import parse_size  # here: --help answers without what stores need
-
-    return parse_size(name, text)
-
-
 def _sizes(name: str, text: str) -> tuple[int, ...]:
-    return tuple(_size(name, part) for part in text.split(","))
+    return tuple(parse_size(name, part) for part in text.split(","))
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -55,7 +50,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     page_sizes: Annotated[tuple[Count, ...], option(
         "SIZES", "sizes of a page, each measured by itself", written="64KiB,256KiB,2MiB", parse=_sizes,
     )] = (64 << 10, 256 << 10, 2 << 20)  # fmt: skip
-    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=_size)] = 128 << 20
+    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=parse_size)] = 128 << 20
     batch: Annotated[Count | None, option(
         "N", f"pages in a call (default: as many as 8 MiB hold, at most {BATCH_PAGES})")] = None
     concurrency: Annotated[Concurrency, option("N", "calls at a time")] = 2
@@ -120,21 +115,19 @@ async def _measured(options: Options, url: str, size: int, count: int, tell: Tel
     async def drive(op: str, order: Sequence[int], call: Callable[[Sequence[int]], Awaitable[list[Result]]]) -> None:
         """Make the calls for all pages, ``--concurrency`` calls at a time, and note the times that they took."""
         calls, latencies = [order[at : at + batch] for at in range(0, count, batch)], list[float]()
-        left = iter(calls)
 
-        async def worker() -> None:
-            for which in left:
-                began = time.perf_counter()
-                results = await call(which)
-                latencies.append(time.perf_counter() - began)
-                if failed := len(results) - results.count(Result.HIT):
-                    why = store.last_error or f"{', '.join(sorted({each.name for each in results}))}, without an error"
-                    raise BackendError(f"the store failed for {failed} of {len(results)} pages: {why}")
-                tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {options.repeat}: "
-                     f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")
+        async def one(which: Sequence[int]) -> None:
+            began = time.perf_counter()
+            results = await call(which)
+            latencies.append(time.perf_counter() - began)
+            if failed := len(results) - results.count(Result.HIT):
+                why = store.last_error or f"{', '.join(sorted({one.name for one in results}))}, without an error"
+                raise BackendError(f"the store failed for {failed} of {len(results)} pages: {why}")
+            tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {options.repeat}: "
+                 f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")
 
         cpu, began = time.process_time(), time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(options.concurrency)))
+        await each(calls, one, options.concurrency)
         wall = time.perf_counter() - began
         passes.setdefault(op, []).append((wall, time.process_time() - cpu, latencies))
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from asynccache.cli.engine_line import engine_line, parsed_urls
+from asynccache.cli.engine_line import engine_line
 from asynccache.cli.options import CommandOptions, Json, option
 from asynccache.cli.output import answer
 from asynccache.config import CacheConfig, wasted
@@ -40,7 +40,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     json: Json = None
     storage: Annotated[tuple[str, ...], option(
         "URL", "vllm, sglang: a store, such as file:/var/kv?capacity=500GiB; may be given several times, the nearest "
-        "first", several=True, parse=parsed_urls)] = ()
+        "first", several=True)] = ()
     host: Annotated[int | None, option("SIZE", "vllm, sglang: host memory, as in 32GiB", parse=parse_size)] = None
     namespace: Annotated[str | None, option(
         "TEXT", "vllm, sglang: what stands for the weights in keys (default: a digest of their files)")] = None

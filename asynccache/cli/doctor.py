@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Annotated, Any
@@ -27,12 +26,11 @@ from msgspec import structs
 from asynccache import compiled
 from asynccache.cli.engine_doctor import Engine, examine_engine
 from asynccache.cli.engine_doctor import told as findings_told
-from asynccache.cli.engine_line import parsed_urls
 from asynccache.cli.options import CommandOptions, Json, option, parsed_device
 from asynccache.cli.output import answer, first_line, progress
 from asynccache.cli.output import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
-from asynccache.extras import BRINGS, install, without_torch
+from asynccache.extras import BRINGS, install, installed, without_torch
 from asynccache.settings import parse_size
 
 Report = dict[str, Any]
@@ -60,8 +58,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     engine: Annotated[Engine | None, option(
         "NAME", "say instead what is wrong before this engine's server starts; run it in the server's Python")] = None
     storage: Annotated[tuple[str, ...], option(
-        "URL", "with --engine: a store that the server will use; may be given several times", several=True,
-        parse=parsed_urls)] = ()
+        "URL", "with --engine: a store that the server will use; may be given several times", several=True)] = ()
     host: Annotated[int | None, option("SIZE", "with --engine: its host memory", parse=parse_size)] = None
     folder: Annotated[str, option("DIR", "where a file store would be, to look at its disk")] = "."
     json: Json = None
@@ -94,8 +91,8 @@ def examine(name: str, folder: str = ".") -> Report:
     report: Report = {
         "command": "doctor", "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(), "cores": os.cpu_count(), "core": compiled.CORE, "core_why": compiled.WHY or None,
-        "torch": _version("torch"), "uvloop": _version("uvloop"),
-        "extras": {extra: all(_version(_NAME.findall(one)[0]) for one in brings) for extra, brings in BRINGS.items()},
+        "torch": installed("torch"), "uvloop": installed("uvloop"),
+        "extras": {extra: all(installed(_NAME.findall(one)[0]) for one in brings) for extra, brings in BRINGS.items()},
         "memory": {"bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "huge_bytes": huge_pages()},
         "disk": disk(folder),
         "cupy": None, "cupy_cuda": None, "torch_cuda": None, "driver": None, "devices": 0, "missing": None,
@@ -129,14 +126,6 @@ def huge_pages() -> int:
     with suppress(OSError, ValueError):
         return int(FilePath("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text()) * (2 << 20)
     return 0
-
-
-def _version(package: str) -> str | None:
-    """Return the version of an installed package; None if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def disk(folder: str) -> Report:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 from asynccache.cli.engine_line import HOST, RANKS, placed_storage
 from asynccache.cli.output import Tell, first_line, size
 from asynccache.errors import AsyncCacheError, Unavailable
-from asynccache.extras import without_torch
+from asynccache.extras import installed, without_torch
 from asynccache.redaction import redacted
 from asynccache.storage import (
     KEY_BYTES,
@@ -101,12 +101,12 @@ def told(report: dict[str, Any]) -> Iterator[str]:
 
 def _installation(engine: Engine, tell: Tell) -> Iterator[Finding]:
     plugin = PLUGINS[engine]
-    found = [f"{name} {number}" for name in plugin.packages if (number := _version(name))]
+    found = [f"{name} {number}" for name in plugin.packages if (number := installed(name))]
     if not found:
         yield Finding("version", "wrong",
                       f"{engine} is not installed for {sys.executable}; run this in the server's Python")  # fmt: skip
         return
-    found += [f"{name} {_version(name) or 'not installed'}" for name in ("torch", "asynccache")]
+    found += [f"{name} {installed(name) or 'not installed'}" for name in ("torch", "asynccache")]
     yield Finding("version", "well", f"{', '.join(found)}, Python {platform.python_version()}")
     if engine == "vllm":
         if not entry_points(group="vllm.general_plugins", name="asynccache"):
@@ -127,13 +127,6 @@ def _installation(engine: Engine, tell: Tell) -> Iterator[Finding]:
         yield Finding("plug-in", "wrong", last.partition("Error: ")[2] or last)
     else:
         yield Finding("plug-in", "well", f"it fits the interface of this {engine}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _memory(engine: Engine, host: int) -> Iterator[Finding]:

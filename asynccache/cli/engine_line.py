@@ -36,11 +36,6 @@ class EngineLine(NamedTuple):
     assumed: list[str]
 
 
-def parsed_urls(name: str, text: str) -> tuple[str, ...]:
-    """The URLs of an option that may be given several times."""
-    return tuple(text.split("\n"))
-
-
 def engine_line(engine: str, storage: Sequence[str], host: int | None, namespace: str | None, block: int | None,
                 compatible_with: str | None = None) -> EngineLine:  # fmt: skip
     """Return the line for ``engine``, vllm or sglang. ``storage``: the stores' URLs, the nearest first; ``host``: bytes

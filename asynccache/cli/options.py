@@ -56,9 +56,9 @@ def option(metavar: str, text: str, **extra: Any) -> Meta:
     """Declare an option. ``text``: its help.
 
     ``extra``: ``argument``, it is an argument, True, or one that may be left out, False; ``const``, the value of the
-    option alone; ``several``, it may be given more than once, and its text has a line for each; ``only``, the command
-    that has it; ``written``, the default as the help shows it; a command's name, the metavar and the help that it has
-    instead; ``parse`` and ``choices`` as in ``Field``.
+    option alone; ``several``, it may be given more than once, and is a tuple, or ``parse`` gets a line for each;
+    ``only``, the command that has it; ``written``, the default as the help shows it; a command's name, the metavar and
+    the help that it has instead; ``parse`` and ``choices`` as in ``Field``.
     """
     return Meta(description=text, extra={"metavar": metavar, **extra})
 
@@ -140,8 +140,12 @@ class CommandOptions(Settings, frozen=True, kw_only=True):
         for name, field in cls.fields(command).items():
             if (text := given.get(name)) is not None:
                 label = field.extra["metavar"] if "argument" in field.extra else f"--{name.replace('_', '-')}"
-                text = "\n".join(text) if isinstance(text, list) else text
-                found[name] = text if isinstance(text, bool) else field.read(label, text)
+                if isinstance(text, bool):
+                    found[name] = text
+                elif "several" in field.extra and "parse" not in field.extra:
+                    found[name] = field.check(label, text if isinstance(text, list) else [text])
+                else:
+                    found[name] = field.read(label, "\n".join(text) if isinstance(text, list) else text)
         return found
 
     @classmethod

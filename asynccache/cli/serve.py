@@ -21,11 +21,11 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from asynccache.cli.options import CommandOptions, Json, Quiet, option
+from asynccache.cli.options import CommandOptions, Json, Quiet, loop_factory, option
 from asynccache.cli.output import number, percent, size, write
 from asynccache.core.plan import Cleared, Medium
 from asynccache.errors import ConfigError
@@ -56,13 +56,13 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     listen: Annotated[str, option("unix:PATH", "the socket to listen at; engines name it as host:PATH")] = ""
     memory: Annotated[Size, option("SIZE", "all the memory that pages and their headers may take, as in 64GiB",
                                    parse=parse_size)] = 0
-    storage: Annotated[str | None, option(
-        "URL", "a store behind the memory; several: the nearest first", several=True)] = None
+    storage: Annotated[tuple[str, ...], option(
+        "URL", "a store behind the memory; several: the nearest first", several=True)] = ()
     huge: Annotated[bool, option("", "use huge pages, which must be reserved (sysctl vm.nr_hugepages): first writes "
                                      "are several times as fast", const=True)] = False
     group: Annotated[str | None, option("GROUP", "let processes of this group connect, too")] = None
-    limit: Annotated[str | None, option(
-        "LABEL=SIZE", "how much pages with this label (host:PATH?label=...) take at most", several=True)] = None
+    limit: Annotated[tuple[str, ...], option(
+        "LABEL=SIZE", "how much pages with this label (host:PATH?label=...) take at most", several=True)] = ()
     metrics: Annotated[str | None, option("HOST:PORT", "serve /metrics for Prometheus, and /healthz")] = None
     events: Annotated[str | None, option(
         "ENDPOINT", "publish which blocks are in the memory and in the stores, for routers, at for example tcp://*:5557"
@@ -106,15 +106,10 @@ class Options(CommandOptions, frozen=True, kw_only=True):
         return self.listen.removeprefix("unix:")
 
     @property
-    def stores(self) -> list[str]:
-        """The URLs of the stores behind, nearest first."""
-        return (self.storage or "").split("\n") if self.storage else []
-
-    @property
     def limits(self) -> dict[str, int]:
         """Bytes at most, by label."""
         found = {}
-        for text in (self.limit or "").split("\n") if self.limit else []:
+        for text in self.limit:
             label, sign, amount = text.rpartition("=")
             if not sign or not label:
                 raise ConfigError(f"--limit={text} must be LABEL=SIZE, as in llama=16GiB")
@@ -157,7 +152,7 @@ def execute(options: Options) -> int:
         if not options.quiet:
             log.addHandler(handler)
             log.setLevel(logging.INFO)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(None)) as runner:
             return runner.run(_serve(options))
     finally:
         log.removeHandler(handler)
@@ -171,14 +166,6 @@ def _allow_descriptors() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _loop_factory() -> Any:
-    with suppress(ImportError):
-        import uvloop
-
-        return uvloop.new_event_loop
-    return None
 
 
 async def _serve(options: Options) -> int:
@@ -201,9 +188,9 @@ async def _serve(options: Options) -> int:
     memory = HostMemory.make(options.memory, huge=options.huge) if taken is None else taken.memory
     if taken is not None and memory.layout != layout_of(options.memory, huge=options.huge):
         print(f"asynccache: the memory that was taken over has {size(memory.layout.size)} for pages", file=sys.stderr)
-    stores, behind = options.stores, None
-    if stores:
-        behind = StoresBehind(stores, min(LONGEST_BEHIND, memory.layout.units // LONGEST_SHARE * 4096))
+    behind = None
+    if options.storage:
+        behind = StoresBehind(options.storage, min(LONGEST_BEHIND, memory.layout.units // LONGEST_SHARE * 4096))
         await behind.open()
     server = HostServer(options.path, memory, behind=behind, group=options.group, limits=options.limits)
     try:
@@ -211,23 +198,14 @@ async def _serve(options: Options) -> int:
         gc.freeze()  # what is there by now stays, so it need not be looked through again
         gc.set_threshold(50_000, 50, 1000)  # pages are no garbage, and there are many of them
         async with AsyncExitStack() as parts:
-            if options.metrics is not None:
-                from asynccache.host.metrics import serve_metrics
-
-                patience = 0.0 if taken is None else METRICS_PATIENCE  # the other one listens there, and is ending
+            patience = 0.0 if taken is None else METRICS_PATIENCE  # the other one listens there, and is ending
+            for what, told in _tells(server, options, patience):
                 try:
-                    await parts.enter_async_context(serve_metrics(server, options.metrics, patience=patience))
+                    await parts.enter_async_context(told)
                 except ConfigError as error:
                     if taken is None:
                         raise
-                    LOG.error("all pages were taken over; going on without metrics: %s", error)
-            if options.events is not None:
-                try:
-                    await parts.enter_async_context(publish(server, options, METRICS_PATIENCE if taken else 0.0))
-                except ConfigError as error:
-                    if taken is None:
-                        raise
-                    LOG.error("all pages were taken over; going on without events: %s", error)
+                    LOG.error("all pages were taken over; going on without %s: %s", what, error)
             if not options.quiet:
                 shown = loop.create_task(_show(server, options))
                 parts.callback(shown.cancel)
@@ -244,6 +222,18 @@ async def _serve(options: Options) -> int:
                 LOG.warning("going without a store that hangs")
                 sys.stderr.flush()
                 os._exit(0 if server.closed.is_set() else 1)  # the loop and its threads would wait for it
+
+
+def _tells(
+    server: HostServer, options: Options, patience: float
+) -> Iterator[tuple[str, AbstractAsyncContextManager[object]]]:
+    """Yield, by name, what tells others of the server as long as it is entered."""
+    if options.metrics is not None:
+        from asynccache.host.metrics import serve_metrics
+
+        yield "metrics", serve_metrics(server, options.metrics, patience=patience)
+    if options.events is not None:
+        yield "events", publish(server, options, patience)
 
 
 def _import_events() -> tuple[type[ZmqPublisher], type[HeldReport]]:

@@ -32,6 +32,7 @@ from asynccache.cli.options import MOST, CommandOptions, Concurrency, Json, NotN
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Count
+from asynccache.settle import each
 
 T = TypeVar("T")
 
@@ -52,10 +53,6 @@ WORDS = (
 )
 
 
-def _models(name: str, text: str) -> tuple[str, ...]:
-    return tuple(text.split("\n"))
-
-
 class Options(CommandOptions, frozen=True, kw_only=True):
     """The options of ``verify-engine``."""
 
@@ -70,7 +67,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
                                                      "storage, or from another process")] = None
     model: Annotated[tuple[str, ...], option(
         "NAME", "what requests call the model; may be given several times, for adapters: each gets the same prompts "
-        "(default: the first that the server lists)", several=True, parse=_models)] = ()
+        "(default: the first that the server lists)", several=True)] = ()
     prompts: Annotated[Concurrency, option(
         "N", "prompts for each model; half of them are sent one by one, half together")] = 12
     length: Annotated[int, Meta(ge=2, le=LONGEST), option("TOKENS", "length of the longest prompt")] = 512
@@ -379,21 +376,15 @@ class Verification:
     async def _each(self, what: str, items: Sequence[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
         """Do ``work`` for each of ``items``, one for each prompt, ``at_once`` at a time. The first error ends the
         others."""
-        left, done = iter(items), 0
+        done = 0
 
-        async def some() -> None:
+        async def one(item: T) -> None:
             nonlocal done
-            for item in left:
-                self._tell(f"{what}: {number(done)} of {number(len(items))} prompts")
-                await work(item)
-                done += 1
+            self._tell(f"{what}: {number(done)} of {number(len(items))} prompts")
+            await work(item)
+            done += 1
 
-        tasks = [asyncio.create_task(some()) for _ in range(min(at_once, len(items)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await each(items, one, at_once)
 
     # tiers
 

@@ -62,21 +62,6 @@ COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "
 """The fields of ``ServerOptions`` that change the values which the same weights compute."""
 
 
-class ModelShard(NamedTuple):
-    """The part of the model's KV that this process has. ``replicated``: every rank of a tensor parallel group has all
-    of it."""
-
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    cp_rank: int
-    cp_size: int
-    dcp_rank: int
-    dcp_size: int
-    replicated: bool
-
-
 class PageMake(NamedTuple):
     """The make of a pool's pages. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its parts,
     in their order. ``sharded``: each rank of a tensor parallel group has pages of its own. ``sglang``: the version that
@@ -145,18 +130,19 @@ def rows_of(host_pool: Any) -> str | None:
     return str(infos[0].buffers.layout.value) if infos else None
 
 
-def namespace(weights: str, model_name: str | None, server: ServerOptions, shard: ModelShard) -> str:
-    """The namespace of all pages of this process, as readable text."""
+def namespace(weights: str, model_name: str | None, server: ServerOptions, shard: Any) -> str:
+    """The namespace of all pages of this process, as readable text. ``shard``: SGLang's ``HiCacheStorageConfig``, which
+    says what part of the model's KV the process has."""
     return json.dumps({
         "engine": "sglang", "weights": weights, "model": model_name,
         "computed with": {name: getattr(server, name) for name in COMPUTED_WITH},
-        "pp": [shard.pp_rank, shard.pp_size], "cp": [shard.cp_rank, shard.cp_size],
-        "dcp": [shard.dcp_rank, shard.dcp_size], "replicated": shard.replicated,
+        "pp": [shard.pp_rank, shard.pp_size], "cp": [shard.attn_cp_rank, shard.attn_cp_size],
+        "dcp": [shard.dcp_rank, shard.dcp_size], "replicated": shard.is_mla_model,
     }, sort_keys=True)  # fmt: skip
 
 
-def suffix(kind: PageMake, shard: ModelShard) -> bytes:
-    """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes."""
+def suffix(kind: PageMake, shard: Any) -> bytes:
+    """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes. ``shard`` as for ``namespace``."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
     facts = json.dumps([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp, kind.sglang])
     return hashlib.sha256(facts.encode()).digest()[:SUFFIX_BYTES]

@@ -7,12 +7,13 @@ silently.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, field
 
 from asynccache import checks
 from asynccache.errors import ConfigError
-from asynccache.storage import parse_size
+from asynccache.settings import Positive, Settings, parse_size
 
 OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"})
 """Names that SGLang itself reads or adds. This backend only reads ``interface_v1`` of them, which must be 1: without it
@@ -21,37 +22,30 @@ SGLang would copy each page twice."""
 RANKS = ("tp_rank", "pp_rank", "dp_rank", "cp_rank")
 """Names that may stand in braces in a store's URL."""
 
-STAGING = 256 << 20
+Text = Annotated[str, Meta(min_length=1)]
 
 
-@dataclass(frozen=True)
-class SglangOptions:
-    """The options, resolved.
-
-    Attributes:
-        storage: URLs of the stores, the nearest first. ``{tp_rank}``, ``{pp_rank}``, ``{dp_rank}`` and ``{cp_rank}`` in
-            them become this rank's numbers.
-        namespace: a text of the user's that stands for the weights in every key; None: a digest of the weights' files.
-        compatible_with: the version of SGLang that stands in the keys in place of this one, where a version does; None:
-            this one. The user says with it that both store the same bytes.
-        model: the folder of the weights, or their name on the hub; None: the server's own ``--model-path``.
-        timeout: seconds after which a batch of pages that are read or written is given up.
-        lookup_timeout: seconds after which asking the stores for pages is given up.
-        staging: bytes of memory that each pool has for pages on their way, if its pages lie in several places.
-        store_options: options for every URL that does not have them itself.
-    """
+class SglangOptions(Settings, frozen=True):
+    """The options, resolved."""
 
     storage: tuple[str, ...]
-    namespace: str | None = None
-    model: str | None = None
-    timeout: float = 5.0
-    lookup_timeout: float = 1.0
-    staging: int = STAGING
-    store_options: Mapping[str, str] = field(default_factory=dict)
+    """URLs of the stores, the nearest first. ``{tp_rank}``, ``{pp_rank}``, ``{dp_rank}`` and ``{cp_rank}`` in them
+    become this rank's numbers."""
+    namespace: Text | None = None
+    """A text of the user's that stands for the weights in every key; None: a digest of the weights' files."""
+    model: Text | None = None
+    """The folder of the weights, or their name on the hub; None: the server's own ``--model-path``."""
+    timeout: Positive = 5.0
+    """Seconds after which a batch of pages that are read or written is given up."""
+    lookup_timeout: Positive = 1.0
+    """Seconds after which asking the stores for pages is given up."""
+    staging: Annotated[int, Meta(ge=1, extra={"parse": parse_size})] = 256 << 20
+    """Bytes of memory that each pool has for pages on their way, if its pages lie in several places."""
+    store_options: dict[str, str] = field(default_factory=dict)
+    """Options for every URL that does not have them itself."""
     compatible_with: str | None = None
-
-
-OURS = ("storage", "namespace", "compatible_with", "model", "timeout", "lookup_timeout", "staging", "store_options")
+    """The version of SGLang that stands in the keys in place of this one, where a version does; None: this one. The
+    user says with it that both store the same bytes."""
 
 
 def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
@@ -60,10 +54,9 @@ def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
     Raises:
         ConfigError: a name is unknown or a value cannot be used.
     """
-    given = dict(extra or {})
-    unknown = sorted(set(map(str, given)) - OF_SGLANG - set(OURS))
-    if unknown:
-        raise ConfigError(f"extra config: there is no option {unknown[0]!r}; there are {', '.join(OURS)}")
+    given, known = {str(name): value for name, value in (extra or {}).items()}, SglangOptions.__struct_fields__
+    if unknown := sorted(given.keys() - OF_SGLANG - set(known)):
+        raise ConfigError(f"extra config: there is no option {unknown[0]!r}; there are {', '.join(known)}")
     if not given.get("interface_v1"):
         raise ConfigError('extra config: set "interface_v1": 1, so that the stores read and write SGLang\'s own pools')
     named = given.get("storage")
@@ -73,21 +66,11 @@ def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
             f"storage={checks.shown(named)} must be the URL of a store, or a list of them, the nearest first, as in "
             f"file:/var/kv?capacity=100GiB"
         )
-    made: dict[str, Any] = {"storage": tuple(urls)}
-    for name in ("namespace", "model"):
-        if given.get(name) is not None:
-            made[name] = checks.text(name, given[name], empty=False)
-    if (compatible := given.get("compatible_with")) is not None:
-        made["compatible_with"] = checks.version("compatible_with", compatible)
-    for name in ("timeout", "lookup_timeout"):
-        if given.get(name) is not None:
-            made[name] = checks.number(name, given[name], above=0)
-    if (staging := given.get("staging")) is not None:
-        size = parse_size("staging", staging) if isinstance(staging, str) else staging
-        made["staging"] = checks.integer("staging", size, 1)
-    if given.get("store_options") is not None:
-        made["store_options"] = checks.texts("store_options", given["store_options"], numbers=True)
-    return SglangOptions(**made)
+    values = {name: given[name] for name in known if given.get(name) is not None} | {"storage": tuple(urls)}
+    if "compatible_with" in values:
+        checks.version("compatible_with", values["compatible_with"])
+    values["store_options"] = checks.texts("store_options", values.get("store_options", {}), numbers=True)
+    return SglangOptions(**values)
 
 
 def placed(urls: tuple[str, ...], ranks: Mapping[str, int], replicated: bool) -> tuple[str, ...]:

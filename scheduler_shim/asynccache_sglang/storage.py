@@ -58,16 +58,16 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         """SGLang calls this; ``kwargs`` is not used, and empty in the versions that this was tested with."""
         self.options = resolve(storage_config.extra_config)
-        self.shard = _shard(storage_config)
+        self._shard = storage_config
         self._server = _server()
         self.namespace = identity.namespace(
-            identity.weights(self.options, self._server), storage_config.model_name, self._server, self.shard
+            identity.weights(self.options, self._server), storage_config.model_name, self._server, storage_config
         )
         ranks = {
             "tp_rank": storage_config.tp_rank, "pp_rank": storage_config.pp_rank,
             "dp_rank": storage_config.dp_rank, "cp_rank": storage_config.attn_cp_rank,
         }  # fmt: skip
-        self._urls = placed(self.options.storage, ranks, self.shard.replicated and self.shard.tp_size > 1)
+        self._urls = placed(self.options.storage, ranks, storage_config.is_mla_model and storage_config.tp_size > 1)
         self._writes = storage_config.is_storage_writer
         self._metrics = _Metrics() if storage_config.enable_storage_metrics else None
         self._lock = RLock()
@@ -290,7 +290,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return self._pages
 
     def _pool(self, name: str, host_pool: Any) -> OpenedPool:
-        sharded = not self.shard.replicated or _is_sharded(name, host_pool)
+        sharded = not self._shard.is_mla_model or _is_sharded(name, host_pool)
         source = source_of(name, host_pool)
         page_bytes = sum(source.parts)
         rows = 0 if isinstance(source, DirectPages) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
@@ -298,7 +298,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         known = identity.order_is_known(host_pool, self._server.kv_cache_dtype)
         sglang = None if known else self.options.compatible_with or self._server.sglang
         kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded, sglang)
-        return OpenedPool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
+        return OpenedPool(name, source, identity.suffix(kind, self._shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:
         logger.info("asynccache: stores %s, nearest first, namespace %s", ", ".join(pages.stores), self.namespace)
@@ -412,13 +412,6 @@ class _Metrics:
             (made.prefetch_pgs if way is MoveDirection.IN else made.backup_pgs).append(pages)
             (made.prefetch_bandwidth if way is MoveDirection.IN else made.backup_bandwidth).append(rate)
         return made
-
-
-def _shard(config: HiCacheStorageConfig) -> identity.ModelShard:
-    return identity.ModelShard(
-        config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
-        config.dcp_rank, config.dcp_size, config.is_mla_model,
-    )  # fmt: skip
 
 
 def _server() -> identity.ServerOptions:

@@ -1,13 +1,10 @@
-"""Plain functions on numbers that decide five things: the order of requests, which one to retract, where a chunk ends,
-how many pages a request takes, and whether it may be admitted.
+"""Plain functions on numbers that decide where a chunk ends, how many pages a request takes, and whether it may be
+admitted.
 
 There are two gates. The first is an estimate from the match, before anything is pinned (``demand``, ``passes``). The
 second is the lease itself, which either takes all that it is asked for (``LeaseOffer``) or refuses. What the second
 gate grants is reserved, so a request that has passed it cannot run out of memory in its chunk. The pages that load_back
 takes are counted at these two gates and nowhere else.
-
-Requests of higher priority go first, and among equals the one that came first. The last in this order is the first to
-be retracted.
 
 A chunk ends at the end of a page if it reaches one, so that all of it can be published. It never goes beyond a mark,
 which is a position whose recurrent state is to be kept. Of the sliding window a chunk takes ``max(min(extend,
@@ -19,8 +16,8 @@ token budget; ``more``: tokens that may still be generated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from asynccache import CacheConfig, CacheFull, Full, Mamba, SlidingWindow
 from asynccache_shim.request import Matched
@@ -164,29 +161,7 @@ def cut_offers(shape: CacheShape, whole: LeaseOffer, matched: int) -> list[Lease
     return offers
 
 
-# order and chunks
-
-
-class Ranked(Protocol):
-    """An item that has a place in the order. ``order``: a number that grows with each request that comes."""
-
-    @property
-    def priority(self) -> int: ...
-    @property
-    def order(self) -> int: ...
-
-
-R = TypeVar("R", bound=Ranked)
-
-
-def by_rank(requests: Iterable[R]) -> list[R]:
-    """The requests in their order, the one that goes first at the front."""
-    return sorted(requests, key=lambda request: (-request.priority, request.order))
-
-
-def victim(requests: Sequence[R]) -> R | None:
-    """The request to be retracted: the newest of those of the lowest priority; None if there are no requests."""
-    return by_rank(requests)[-1] if requests else None
+# chunks
 
 
 def chunk_stop(start: int, end: int, budget: int, page_size: int, marks: Sequence[int] = ()) -> int:

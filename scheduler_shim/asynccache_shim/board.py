@@ -8,12 +8,13 @@ long as it has a lease.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import numpy as np
 
 from asynccache import AsyncCache, ConfigError, Lease, PrefetchHandle
 from asynccache.settings import Count, Settings
-from asynccache_shim.admission import CacheShape, SlotCounts, by_rank, shape_of
+from asynccache_shim.admission import CacheShape, SlotCounts, shape_of
 from asynccache_shim.model import Checkpoint, Chunk, Pages
 from asynccache_shim.request import Finish, Request, State, Tokens, add_token, end_request
 from asynccache_shim.shards import Shards
@@ -45,7 +46,7 @@ class ScheduledRequest:
         self.submitted = submitted
         """The ``Request`` that the caller holds, to which the scheduler tells its state and its output."""
         self.terms = terms = submitted.terms
-        self.id = self.order = number
+        self.id = number
         """The request's number."""
         self.priority = terms.priority
         self.length = len(terms.tokens)
@@ -176,6 +177,16 @@ class ScheduledRequest:
             sample=stop == self.length,
             sampling=self.terms.sampling,
         )
+
+
+def by_rank(requests: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
+    """The requests in their order: those of higher priority go first, and among equals the one that came first."""
+    return sorted(requests, key=lambda request: (-request.priority, request.id))
+
+
+def victim(requests: Iterable[ScheduledRequest]) -> ScheduledRequest | None:
+    """The request to be retracted, the last in the order; None if there are no requests."""
+    return max(requests, key=lambda request: (-request.priority, request.id), default=None)
 
 
 class Board:

@@ -1,7 +1,7 @@
 """The queue of requests. When a request arrives, its pages are prefetched for as long as the cache's policy allows.
 Then it passes both gates, and waits until load_back has brought its pages. A request that is retracted arrives again.
 
-**Order.** Requests are admitted in their order (``admission.by_rank``). A request for whose pages there is no room is
+**Order.** Requests are admitted in their order (``board.by_rank``). A request for whose pages there is no room is
 not overtaken. A request that waits for storage may be, since a prefetch holds up nobody else; if the cache has no room
 for a prefetch now, the prefetch waits in the cache's own line.
 
@@ -22,8 +22,8 @@ import asyncio
 from contextlib import suppress
 
 from asynccache import AsyncCacheError, CacheConfig, CacheFull, Lease, LoadFailed, PrefetchPolicy
-from asynccache_shim.admission import LeaseOffer, by_rank, cut_offers, demand, offer, passes, victim
-from asynccache_shim.board import Board, ScheduledRequest
+from asynccache_shim.admission import LeaseOffer, cut_offers, demand, offer, passes
+from asynccache_shim.board import Board, ScheduledRequest, by_rank, victim
 from asynccache_shim.request import Finish, Matched, State, begin_request
 
 
@@ -81,7 +81,7 @@ async def retract(board: Board, request: ScheduledRequest) -> None:
 async def admit(board: Board, budget: int) -> None:
     """Admit requests that fit, as long as there is something left of ``budget``, the step's tokens. Cancelling leaves
     those that were admitted so far as they are."""
-    for request in by_rank(list(board.waiting.values())):
+    for request in by_rank(board.waiting.values()):
         if budget < 1:
             return
         if request.over:
@@ -125,7 +125,7 @@ async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bo
             need = demand(board.shape, extend, budget, request.more, match)
             if passes(need, board.room(), len(board.held)) and await _try(board, request, [whole]):
                 return True
-    loser = victim(list(board.held.values()))
+    loser = victim(board.held.values())
     if board.settings.preempt and not request.over and loser is not None and loser.priority < request.priority:
         await retract(board, loser)  # only one in each step, because its pages take a moment to become free
     return False

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError, RankFailure, checks
-from asynccache_shim.admission import by_rank, check_fits, chunk_stop, shorter, victim
-from asynccache_shim.board import Board, ScheduledRequest, SchedulerConfig
+from asynccache_shim.admission import check_fits, chunk_stop, shorter
+from asynccache_shim.board import Board, ScheduledRequest, SchedulerConfig, by_rank, victim
 from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Chunk, Model, ModelThread, returned
 from asynccache_shim.queue import admit, arrive, retract
 from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist
@@ -273,7 +273,7 @@ async def _grow(board: Board, request: ScheduledRequest, stop: int) -> int:
             if less < stop:
                 stop = less
                 continue
-            loser = victim(list(board.held.values()))
+            loser = victim(board.held.values())
             assert loser is not None
             await retract(board, loser)
     return stop if request.lease is not None else request.computed

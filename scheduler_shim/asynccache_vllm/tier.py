@@ -16,11 +16,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any, ClassVar
 
 from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
+from asynccache.extras import installed
 from asynccache.storage import RECORD_SCHEMA, Hint, Pages, RequestHints, Result, StoreLayout, check_stores, read_hints
 from asynccache_vllm import namespace as naming
 from asynccache_vllm.counts import (
@@ -142,9 +142,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._said: set[str] = set()
         self._over = self._closed = False
         self._events: list[Any] | None = None
-        if options.events and offloading_spec.kv_events_config.enable_kv_cache_events:
+        if options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
-        elif options.events:
+        elif options.enable_kv_events:
             _log.warning("asynccache: enable_kv_events is set, but vLLM publishes no KV events (kv_events_config)")
         _log.info(
             "asynccache: %s for %d chunks of %d bytes, namespace %s of %s", self._stores, chunks, page_bytes,
@@ -458,7 +458,7 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     if kind == "cpu":
         where["instructions"] = _instructions()
     if blocks is None or not naming.order_is_known(config, engine, kind):
-        libraries = [name for name in ATTENTION_LIBRARIES if _is_installed(name)]
+        libraries = [name for name in ATTENTION_LIBRARIES if installed(name)]
         where |= naming.version_facts(options.compatible_with or vllm.__version__, libraries)
     facts = naming.environment_facts(os.environ)
     if engine is not None:
@@ -475,14 +475,6 @@ def _instructions() -> list[Any]:
     """The abilities of this CPU, by which vLLM's kernels for CPUs order the keys within a block."""
     can = [getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512", "avx2")]
     return [platform.machine(), *can]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _warn_of_hashes(engine: Any | None) -> None:

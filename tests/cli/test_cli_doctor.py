@@ -16,7 +16,7 @@ from asynccache_vllm.options import TierOptions
 
 from asynccache.cli import doctor
 from asynccache.cli.main import main
-from asynccache.extras import BRINGS
+from asynccache.extras import BRINGS, installed
 
 # ``asynccache doctor``: what it says of a machine, in 80 columns, whatever is missing.
 
@@ -56,8 +56,8 @@ def test_no_line_is_longer_than_80_columns(capsys: pytest.CaptureFixture[str], t
 
 
 def test_what_an_extra_needs_is_told_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "pyzmq" else there(package))
+    there = installed
+    monkeypatch.setattr(doctor, "installed", lambda package: None if package == "pyzmq" else there(package))
     report = doctor.examine("cuda:0")
     assert not report["extras"]["events"]
     assert any(line.strip() == "events: pip install 'pyzmq>=26'" for line in doctor.told(report))

@@ -14,6 +14,7 @@ import pytest
 from asynccache.cli import engine_doctor
 from asynccache.cli.engine_doctor import PLUGINS, Plugin, examine_engine, told
 from asynccache.cli.main import main
+from asynccache.extras import installed
 from tests.stores.redis_server import RedisServer
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -47,7 +48,7 @@ def test_transformers_here_is_right(capsys: pytest.CaptureFixture[str], tmp_path
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_here_is_said(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if any(engine_doctor._version(name) for name in PLUGINS[engine].packages):  # type: ignore[index]
+    if any(installed(name) for name in PLUGINS[engine].packages):  # type: ignore[index]
         pytest.skip(f"{engine} is here")
     assert main(["doctor", "--engine", engine, "--host", "1GiB", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

@@ -45,7 +45,7 @@ def test_options_and_a_file_say_the_same(tmp_path: Path) -> None:
     read = options("--config", str(file))
     for one in (given, read):
         assert (one.path, one.memory, one.huge) == ("/run/kv.sock", 64 * GIB, True)
-        assert one.stores == ["file:/var/kv", "redis://h"]
+        assert one.storage == ("file:/var/kv", "redis://h")
         assert one.limits == {"llama": 16 * GIB, "qwen/3": GIB}
     assert options("--config", str(file), "--memory", "1GiB").memory == GIB, "what is given here wins"
 

@@ -95,7 +95,7 @@ def test_the_unit_has_room_for_its_memory_and_time_to_end() -> None:
     settings, asked = unit(), options(started())
     assert bytes_of(settings["MemoryMax"][0]) >= asked.memory + MORE
     assert asked.path.startswith(f"/run/{settings['RuntimeDirectory'][0]}/")
-    assert f"file:/var/lib/{settings['StateDirectory'][0]}/" in asked.stores[0]
+    assert f"file:/var/lib/{settings['StateDirectory'][0]}/" in asked.storage[0]
     assert asked.group == settings["SupplementaryGroups"][0]
     assert (asked.replace, settings["RuntimeDirectoryPreserve"]) == (True, ["yes"]), "so that @b can follow @a"
     assert int(settings["TimeoutStopSec"][0]) > 30

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from asynccache_sglang import identity
-from asynccache_sglang.identity import ModelShard, PageMake, ServerOptions
+from asynccache_sglang.identity import PageMake, ServerOptions
 from asynccache_sglang.options import SglangOptions
 
 from asynccache import ConfigError
 
 SERVER = ServerOptions("0.5.23", model_path="some/model", load_format="auto", kv_cache_dtype="auto")
-SHARD = ModelShard(0, 2, 0, 1, 0, 1, 0, 1, replicated=False)
+
+
+class Shard(NamedTuple):
+    """As much of SGLang's configuration of a storage as says which part of the KV a process has."""
+
+    tp_rank: int = 0
+    tp_size: int = 2
+    pp_rank: int = 0
+    pp_size: int = 1
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    is_mla_model: bool = False
+
+
+SHARD = Shard()
 KIND = PageMake("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096), sharded=True)
 
 
@@ -27,9 +44,9 @@ KIND = PageMake("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096),
         {"server": SERVER._replace(quantization_param_path="scales.json")},
         {"server": SERVER._replace(dtype="float16")}, {"server": SERVER._replace(model_impl="transformers")},
         {"shard": SHARD._replace(pp_rank=1)}, {"shard": SHARD._replace(pp_size=2)},
-        {"shard": SHARD._replace(cp_rank=1)}, {"shard": SHARD._replace(cp_size=2)},
+        {"shard": SHARD._replace(attn_cp_rank=1)}, {"shard": SHARD._replace(attn_cp_size=2)},
         {"shard": SHARD._replace(dcp_rank=1)}, {"shard": SHARD._replace(dcp_size=2)},
-        {"shard": SHARD._replace(replicated=True)},
+        {"shard": SHARD._replace(is_mla_model=True)},
     ],
 )  # fmt: skip
 def test_whatever_changes_the_pages_changes_the_namespace(changed: dict[str, object]) -> None:

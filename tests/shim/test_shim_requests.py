@@ -15,7 +15,6 @@ from asynccache_shim.admission import (
     CacheShape,
     LeaseOffer,
     SlotCounts,
-    by_rank,
     check_fits,
     chunk_stop,
     cut_offers,
@@ -25,8 +24,8 @@ from asynccache_shim.admission import (
     shape_of,
     shorter,
     swa_budget,
-    victim,
 )
+from asynccache_shim.board import by_rank, victim
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError, Lease
 from asynccache.runtime.prefetch import GRACE
@@ -217,8 +216,9 @@ def test_what_could_not_run_alone_is_refused(capacity: Any, tokens: int, said: s
 
 
 def test_rank_and_victim() -> None:
-    items = [SimpleNamespace(priority=priority, order=order) for priority, order in ((0, 1), (1, 4), (0, 2), (1, 3))]
-    assert [item.order for item in by_rank(items)] == [3, 4, 1, 2]
+    items: Any = [SimpleNamespace(priority=priority, id=number)
+                  for priority, number in ((0, 1), (1, 4), (0, 2), (1, 3))]  # fmt: skip
+    assert [item.id for item in by_rank(items)] == [3, 4, 1, 2]
     assert victim(items) is items[2]
     assert victim([]) is None
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, entry_points
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 import asynccache_vllm
@@ -83,7 +83,7 @@ TYPES: dict[str, type] = {
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some vLLM."""
-    monkeypatch.setattr(asynccache_vllm.interface, "version", lambda name: "0.34.1")
+    monkeypatch.setattr(asynccache_vllm.interface, "installed", lambda name: "0.34.1")
 
 
 def test_the_interface_of_the_tested_versions_is_taken() -> None:
@@ -159,10 +159,7 @@ def test_another_result_is_refused() -> None:
 
 
 def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(asynccache_vllm.interface, "version", nothing)
+    monkeypatch.setattr(asynccache_vllm.interface, "installed", lambda name: None)
     with pytest.raises(ImportError, match=r"needs vLLM, which is not installed here: pip install vllm==0\.32\.0"):
         asynccache_vllm.register()
 
@@ -193,7 +190,7 @@ def test_a_vllm_without_tiers_is_told_and_left_alone(
     def no_module(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(asynccache_vllm.interface, "version", lambda name: "0.20.0")
+    monkeypatch.setattr(asynccache_vllm.interface, "installed", lambda name: "0.20.0")
     monkeypatch.setattr(asynccache_vllm, "import_module", no_module)
     asynccache_vllm.register()
     assert "the tier type 'asynccache' was not registered: asynccache_vllm does not work with vLLM 0.20.0" in told.text

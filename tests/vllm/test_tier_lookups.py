@@ -135,5 +135,5 @@ def test_nothing_is_kept_for_ever() -> None:
         lookups.end(f"r{i}")
     lookups.begin_again(["r0", "r1"])
     lookups.tidy(10.0 + HIT_KEPT)
-    assert not (lookups._known or lookups._wanted or lookups._asked)
+    assert (lookups._known, lookups._wanted, lookups._asked) == ({}, {}, {})
     assert not lookups._spent

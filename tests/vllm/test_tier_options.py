@@ -27,7 +27,7 @@ def test_all_that_can_be_said() -> None:
     assert options.namespace == "tiny 3"
     assert options.lookup_timeout == 2.0
     assert options.store_options == {"timeout": "2.5", "slow": "1", "write": "no"}
-    assert options.events
+    assert options.enable_kv_events
     assert options.compatible_with == "0.32.0+cu130"
     assert options.locality == "REMOTE"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Annotated, Any, Self
@@ -123,22 +123,12 @@ class HostBackend:
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Copy each page out of the shared memory. Pages that only a store behind it has are read into it first.
         Cancelling it returns when no thread copies any more."""
-        results: list[Result] = []
-        with self._calls:
-            channel = await self._ready()
-            for at in range(0, len(keys), PART_KEYS):
-                results += await self._get(channel, keys[at : at + PART_KEYS], records[at : at + PART_KEYS])
-        return results
+        return await self._in_parts(len(keys), lambda channel, part: self._get(channel, keys[part], records[part]))
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Copy each new page into the shared memory. Cancelling it returns when no thread copies any more; then none,
         or all, of a thousand pages are stored."""
-        results: list[Result] = []
-        with self._calls:
-            channel = await self._ready()
-            for at in range(0, len(keys), PART_KEYS):
-                results += await self._put(channel, keys[at : at + PART_KEYS], records[at : at + PART_KEYS])
-        return results
+        return await self._in_parts(len(keys), lambda channel, part: self._put(channel, keys[part], records[part]))
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key, from the stores behind the memory as well."""
@@ -158,21 +148,19 @@ class HostBackend:
     async def hint(self, verb: Hint, keys: Sequence[PageKey], seconds: float) -> list[Result]:
         """Tell the server what is known of these pages. PREFETCH: pages that only a store behind the memory has are
         read into it. A server of a version without hints is told nothing: MISS."""
-        results: list[Result] = []
         sizes = self._layout.page_bytes
-        with self._calls:
-            channel = await self._ready()
+
+        async def told(channel: HostChannel, part: slice) -> list[Result]:
             if channel.version < HINTS_SINCE:
-                self._counts["untold_hints"] += 1
-                return [Result.MISS] * len(keys)
-            for at in range(0, len(keys), PART_KEYS):
-                part = keys[at : at + PART_KEYS]
-                names, pools = [key.key for key in part], _pools(part)
-                wanted = [sizes.get(key.pool, 0) for key in part] if verb is Hint.PREFETCH else []
-                answer = await self._asked(channel, lambda number: wire.Hint(
-                    number, verb.value, names, pools, wanted, seconds))  # noqa: B023  called at once
-                results += _results(answer, len(part))
-        return results
+                self._counts["untold_hints"] += not part.start
+                return [MISS] * len(keys[part])
+            names, pools = [key.key for key in keys[part]], _pools(keys[part])
+            wanted = [sizes.get(key.pool, 0) for key in keys[part]] if verb is Hint.PREFETCH else []
+            answer = await self._asked(
+                channel, lambda number: wire.Hint(number, verb.value, names, pools, wanted, seconds))
+            return _results(answer, len(names))
+
+        return await self._in_parts(len(keys), told)
 
     async def clear(self) -> None:
         """Delete every page, from the stores as well, whoever has stored it."""
@@ -262,14 +250,21 @@ class HostBackend:
             return await self._asked(await self._ready(), make)
 
     async def _codes(self, kind: type[wire.Exist] | type[wire.Remove], keys: Sequence[PageKey]) -> list[Result]:
+        async def asked(channel: HostChannel, part: slice) -> list[Result]:
+            names, pools = [key.key for key in keys[part]], _pools(keys[part])
+            return _results(await self._asked(channel, lambda number: kind(number, names, pools)), len(names))
+
+        return await self._in_parts(len(keys), asked)
+
+    async def _in_parts(
+        self, count: int, call: Callable[[HostChannel, slice], Awaitable[list[Result]]]
+    ) -> list[Result]:
+        """Make ``call`` for at most ``PART_KEYS`` of ``count`` keys at a time, and return all results."""
         results: list[Result] = []
         with self._calls:
             channel = await self._ready()
-            for at in range(0, len(keys), PART_KEYS):
-                part = keys[at : at + PART_KEYS]
-                names, pools = [key.key for key in part], _pools(part)
-                answer = await self._asked(channel, lambda number: kind(number, names, pools))  # noqa: B023
-                results += _results(answer, len(part))
+            for at in range(0, count, PART_KEYS):
+                results += await call(channel, slice(at, min(at + PART_KEYS, count)))
         return results
 
     async def _get(

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from asynccache.errors import Unavailable
-from asynccache.storage import ThreadPool, settled
+from asynccache.settle import each, settled
+from asynccache.storage import ThreadPool
 from asynccache_backends.object_store.client import ListedObject, ObjectClient
 from asynccache_backends.object_store.formats import (
     DEAD,
@@ -131,8 +132,8 @@ class PackCatalog:
                 elif not self.index.has(name) and name not in self.unread:
                     fresh.append(meta)
         self.counts["lists"] += 1
-        await self._each(tombs, self._read_tomb)
-        await self._each(fresh, self._read_footer)
+        await each(tombs, self._read_tomb, self._parallel)
+        await each(fresh, self._read_footer, self._parallel)
         self._cursor = newest
         for name in before - kept:
             self.counts["vanished_packs"] += 1
@@ -242,23 +243,6 @@ class PackCatalog:
     async def _tail(self, path: str, size: int, length: int) -> bytes:
         length = min(size, length)
         return bytes(await self._client.read(path, size - length, length)) if length else b""
-
-    async def _each(self, metas: Sequence[ListedObject], read: Callable[[ListedObject], Awaitable[None]]) -> None:
-        """Call ``read`` for all of them, a few at a time. If one raises, the others are cancelled and waited for before
-        the error is raised."""
-        left = list(reversed(metas))
-
-        async def some() -> None:
-            while left:
-                await read(left.pop())
-
-        tasks = [asyncio.ensure_future(some()) for _ in range(min(self._parallel, len(left)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await settled(tasks)
 
 
 FULL_EVERY = 600.0
