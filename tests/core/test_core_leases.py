@@ -473,6 +473,21 @@ def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
     assert isinstance(run.core.prefetch_open(SPACE, spell("abcdefgh")), Skip)
 
 
+def test_a_commit_waits_for_a_load_that_is_doomed_and_keeps_its_own_page() -> None:
+    """The load above it has failed already, so what it brings will not be there."""
+    run = evicted(device=32)
+    writer = granted(run, "abcdefgh", limit=0)
+    writer.compute(8 * run.page)
+    granted(run, "abcdX")
+    granted(run, "abcdefghX")
+    upper, lower = run.in_flight(LoadBack)
+    run.fail(upper)
+    assert not writer.commit()
+    run.complete(lower)
+    assert writer.commit()
+    assert run.reach("abcdefgh") == (8, 8)
+
+
 # What a batch did not compute is not there: it leaves the tree with all that hangs below it, and is neither saved nor
 # announced; who holds some of it is told, and keeps it until the end.
 
