@@ -713,3 +713,15 @@ def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_th
     assert len(computing(run)) == 1
     running.release(retire=True)
     assert not run.in_flight(Retire)
+
+
+def test_a_backup_that_saves_computed_pages_as_well_waits_for_the_batch_below_them() -> None:
+    """Written back under pressure, the leaf and the page above it go to the host in one operation."""
+    run = windowed(device=8, host=16, write_policy="write_back", write_back_watermark=0.0)
+    run.insert("ab")
+    publish(run, "abc").release()
+    run.lease(spell("uvwxyz"))
+    run.complete(*backups(run))
+    assert not run.in_flight(BackupStorage), "a page that nobody may have computed would be stored"
+    run.complete(*computing(run))
+    assert reach(run, "abc") == 2
