@@ -428,6 +428,21 @@ def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
     assert isinstance(run.core.prefetch_open(SPACE, spell("abcdefgh")), Skip)
 
 
+def test_a_commit_waits_for_a_load_that_is_doomed_and_keeps_its_own_page() -> None:
+    """The load above it has failed already, so what it brings will not be there."""
+    run = evicted(device=32)
+    writer = granted(run, "abcdefgh", limit=0)
+    writer.compute(8 * run.page)
+    granted(run, "abcdX")
+    granted(run, "abcdefghX")
+    upper, lower = run.in_flight(LoadBack)
+    run.fail(upper)
+    assert not writer.commit()
+    run.complete(lower)
+    assert writer.commit()
+    assert run.reach("abcdefgh") == (8, 8)
+
+
 # What a batch did not compute is not there: it leaves the tree with all that hangs below it, and is neither saved nor
 # announced; who holds some of it is told, and keeps it until the end.
 
@@ -653,3 +668,15 @@ def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_th
     assert len(computing(run)) == 1
     running.release(retire=True)
     assert not run.in_flight(Retire)
+
+
+def test_a_backup_that_saves_computed_pages_as_well_waits_for_the_batch_below_them() -> None:
+    """Written back under pressure, the leaf and the page above it go to the host in one operation."""
+    run = windowed(device=8, host=16, write_policy="write_back", write_back_watermark=0.0)
+    run.insert("ab")
+    publish(run, "abc").release()
+    run.lease(spell("uvwxyz"))
+    run.complete(*backups(run))
+    assert not run.in_flight(BackupStorage), "a page that nobody may have computed would be stored"
+    run.complete(*computing(run))
+    assert reach(run, "abc") == 2

@@ -366,3 +366,14 @@ def test_a_publisher_whose_thread_has_died_takes_notices_and_is_closed_without_a
     publisher.error, publisher._woken = None, False  # as a caller saw it who looked a moment before
     publisher(stored(2))
     publisher.close()
+
+
+@pytest.mark.parametrize("asked", range(5))
+def test_a_snapshot_comes_first_exactly_if_a_batch_that_was_asked_for_is_not_kept(asked: int) -> None:
+    """One missing batch is as good as many: a subscriber must not take what follows for all there was."""
+    history = History(keep=2, keep_bytes=1 << 20)
+    for number in range(4):
+        history.add(number, b"batch")
+    snapshot = [(1, b"snapshot")] if asked < 2 else []
+    batches = [(number, b"batch") for number in (2, 3) if number >= asked]
+    assert list(history.since(asked, lambda: [b"snapshot"])) == snapshot + batches

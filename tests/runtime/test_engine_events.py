@@ -362,6 +362,24 @@ async def test_what_adopt_names_stands_before_loads_too() -> None:
     await device.aclose()
 
 
+@pytest.mark.parametrize("last", range(3))
+async def test_released_pages_retire_until_every_batch_is_over_whichever_ends_last(last: int) -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8), device=device) as cache:
+        batches = [device.gate() for _ in range(3)]
+        async with cache.lease(text(2), new_tokens=6 * PAGE) as lease:
+            await lease.commit(text(1), after=batches[0])
+            await lease.commit(text(2), after=batches[1])
+            lease.release(after=batches[2])
+        for batch in batches[:last] + batches[last + 1 :]:
+            batch.open()
+        await turns(50)
+        assert cache.statistics().device["full"].free == 0
+        batches[last].open()
+        await until(lambda: cache.statistics().device["full"].free == 6)
+    await device.aclose()
+
+
 # Fences: which batches stand before which slots, against a model that keeps every batch of every slot.
 
 

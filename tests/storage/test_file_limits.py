@@ -154,6 +154,7 @@ async def test_a_page_that_is_forgotten_while_it_is_moved_stays_forgotten(
     await forgetting
     assert call == "clear" or log.counts["moved_pages"] == (7 if stage == 1 else 10)
     expected = [Result.MISS if call == "clear" or 2 <= i < 5 else Result.HIT for i in range(40)]
+    assert await get(store, keys) == expected
     assert await put(store, [page_key("after")]) == [Result.HIT]
     async for again in killed(store, tmp_path / "s"):
         assert await get(again, [*keys, page_key("after")]) == [*expected, Result.HIT]

@@ -573,6 +573,36 @@ async def test_large_copies_are_made_in_a_thread() -> None:
     await store.aclose()
 
 
+@in_world
+async def test_what_is_read_while_it_is_being_deleted_is_not_promoted_afterwards(loop: SimulatedLoop) -> None:
+    """The farther store is asked before it has deleted the pages, and answers when all stores have."""
+    read, deleted = asyncio.Event(), asyncio.Event()
+
+    class Far(Backend):
+        async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+            results = await super().get(keys, records)
+            read.set()
+            await deleted.wait()
+            return results
+
+        async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+            await read.wait()
+            return await super().delete(keys)
+
+    near, far = Backend("near"), Far("far")
+    store = tiers(near, far)
+    await checked(far).put(EIGHT_KEYS, payloads())
+    deleting = loop.create_task(store.delete(EIGHT_KEYS))
+    await asyncio.sleep(0.001)
+    reading = loop.create_task(fetched(store))
+    assert await deleting == [HIT] * 8
+    deleted.set()
+    assert await reading == [HIT] * 8
+    await ended(store.promotions)
+    assert not near.pages, "they are back in the nearer store"
+    await store.aclose()
+
+
 # coming and going
 
 
