@@ -34,26 +34,20 @@ def test_where_stores_are_required_the_run_fails_and_says_why(tmp_path: Path) ->
     assert "skipped" not in output
 
 
-@pytest.mark.slow(60)
-def test_anywhere_else_all_tests_of_stores_pass_or_are_skipped_and_the_last_lines_say_why(tmp_path: Path) -> None:
-    """Tests that fail since the machine is busy are tried once more, alone."""
-    listed, folder = tmp_path / "skipped", tmp_path / "bare"
-    folder.mkdir()
-    cached = ("-o", "addopts=--import-mode=importlib", "-o", f"cache_dir={tmp_path / 'cache'}")
-    status, output = run(folder, "tests/stores", *cached, f"--skipped={listed}", "-n", "2", "--dist", "worksteal")
-    if status == pytest.ExitCode.TESTS_FAILED:
-        (tmp_path / "again").mkdir()
-        status, again = run(tmp_path / "again", "tests/stores", *cached, "--last-failed", "--last-failed-no-failures",
-                            "none")  # fmt: skip
-        assert status == pytest.ExitCode.OK, output + again
+@pytest.mark.slow(20)
+def test_anywhere_else_tests_of_stores_pass_or_are_skipped_and_the_last_lines_say_why(tmp_path: Path) -> None:
+    """The suite that all stores have in common stands for all of them: ``make test-bare`` runs them all."""
+    listed = tmp_path / "skipped"
+    status, output = run(tmp_path, "tests/stores/test_conformance.py", f"--skipped={listed}")
+    assert status == pytest.ExitCode.OK, output
     lines = listed.read_text().splitlines()
     assert "\n".join(lines) in output
     counts = {line.partition(": ")[2]: int(line.split()[1]) for line in lines}
     assert len(counts) == len(lines), "each reason once"
     [skipped] = re.findall(r" passed, (\d+) skipped in ", output.splitlines()[-1])
     assert sum(counts.values()) == int(skipped)
-    assert counts[REASON] > 100
-    assert counts["libibverbs.so.1 is not installed: make stores-install"] > 50
+    assert counts[REASON] > 10
+    assert counts["libibverbs.so.1 is not installed: make stores-install"] > 10
     assert all(": make " in reason or " install " in reason for reason in counts), counts
 
 
