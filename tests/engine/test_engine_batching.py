@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ import torch
 import transformers
 from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attention
 from asynccache_shim import Finish, Scheduler
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine.engine_kit import Sharing, at_once, held_back, model_of, open_caches, prompt, settled
+from tests.engine.engine_kit import Sharing, held_back, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 from tests.waiting import until
 
@@ -125,19 +124,6 @@ def test_the_same_tokens_from_every_tier(family: str, size: int, tmp_path: Path)
         assert made(batching, asked[-1:]) == right[-1:]
         assert batching.counts == Counts(len(asked[-1]), 0, 0, (len(asked[-1]) - 1) // size * size)
         sound(batching)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
-def test_transformers_without_us_makes_the_same(family: str) -> None:
-    """Its own continuous batching, which shares no prefix where there are windows: here they are shared."""
-    model, asked = make(family), texts()
-    greedy = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
-    blocks = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)
-    alone = model.generate_batch(asked, generation_config=greedy, continuous_batching_config=blocks, warmup=False)
-    with ContinuousBatching(model, **SIZES, name=family) as batching:
-        for _ in range(2):
-            assert made(batching, asked) == [each.generated_tokens for each in alone.values()]
-        assert batching.counts.device >= sum((len(each) - 1) // 8 * 8 for each in asked)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -252,11 +238,6 @@ def test_an_end_token_ends_an_answer(llama: ContinuousBatching) -> None:
     request = llama.add_request(prompt(45), max_new_tokens=20, eos_token_id=[right[4], 511])
     assert request.result(20) == right[: right.index(right[4]) + 1]
     assert request.finish is Finish.STOP
-
-
-def test_threads_share_one_cache(llama: ContinuousBatching) -> None:
-    found = at_once(*(partial(made, llama, texts()[i:]) for i in range(4)))
-    assert found == [all_wanted("llama", texts()[i:]) for i in range(4)]
 
 
 def test_namespaces_share_nothing(llama: ContinuousBatching) -> None:
@@ -387,24 +368,19 @@ def test_a_request_that_is_aborted_while_the_cache_closes_raises_nothing(monkeyp
         request.result(1)
 
 
-def test_what_was_opened_in_vain_leaves_nothing() -> None:
-    model, before = make("gpt_oss"), threads()
-    with pytest.raises(ConfigError):
-        ContinuousBatching(model, **SIZES, storage="nothing:here")
-    assert threads() <= before
-    assert model.config._attn_implementation == "eager"
+@pytest.mark.parametrize("lacking", ["PagedModel", "Scheduler", None])
+def test_what_was_opened_in_vain_leaves_nothing(lacking: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the cache has opened or not."""
 
-
-@pytest.mark.parametrize("lacking", ["PagedModel", "Scheduler"])
-def test_an_error_after_the_cache_has_opened_closes_it(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any) -> Any:
         raise MemoryError("no more")
 
     model, before, caches = make("gpt_oss"), threads(), open_caches()
     with monkeypatch.context() as patched:
-        patched.setattr(f"asynccache_hf.cached_model.{lacking}", no_memory)
-        with pytest.raises(MemoryError, match="no more"):
-            ContinuousBatching(model, **SIZES, name="gpt_oss")
+        if lacking:
+            patched.setattr(f"asynccache_hf.cached_model.{lacking}", no_memory)
+        with pytest.raises(MemoryError if lacking else ConfigError):
+            ContinuousBatching(model, **SIZES, name="gpt_oss", storage=None if lacking else "nothing:here")
     assert threads() <= before
     assert open_caches() == caches
     assert model.config._attn_implementation == "eager"
@@ -450,11 +426,16 @@ def test_a_value_of_sampling_that_is_none_is_refused(option: str, value: float) 
     {"repetition_penalty": 1.2}, {"do_sample": True, "temperature": 0.0}, {"do_sample": True, "min_p": 0.1},
     {"do_sample": True, "typical_p": 0.5}, {"min_new_tokens": 2}, {"bad_words_ids": [[1]]}, {"stop_strings": ["x"]},
     {"prompt_lookup_num_tokens": 3}, {"penalty_alpha": 0.6}, {"guidance_scale": 2.0}, {"forced_eos_token_id": 3},
+    {"do_sample": True, "num_beams": 3}, {"do_sample": True, "num_return_sequences": 2},
+    *({"max_time": value} for value in (-1, float("nan"), "soon")),
 ])  # fmt: skip
 def test_a_setting_that_generate_follows_and_this_does_not_is_refused_by_its_name(given: dict[str, Any]) -> None:
-    name, value = next(reversed(given.items()))
-    with pytest.raises(ConfigError, match=re.escape(f"generation_config.{name}={value!r}")):
-        ContinuousBatching(model_of("llama"), **NAMED, generation_config=transformers.GenerationConfig(**given))
+    settings = transformers.GenerationConfig()
+    for name, value in given.items():
+        setattr(settings, name, value)
+    said = f"generation_config.{name}={value!r}" if name != "max_time" else "generation_config.max_time"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings)
 
 
 def test_a_reader_whose_loop_was_closed_ends_nothing(llama: ContinuousBatching) -> None:
@@ -527,13 +508,6 @@ def test_a_model_with_eager_attention_generates_as_before_while_it_is_served() -
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2)])
-def test_a_generation_configuration_for_something_else_is_refused(name: str, value: int) -> None:
-    settings = transformers.GenerationConfig(**{name: value, "do_sample": True})
-    with pytest.raises(ConfigError, match=rf"generation_config.{name}={value}"):
-        ContinuousBatching(model_of("llama"), generation_config=settings)
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_max_time_ends_a_request_after_the_token_that_came_too_late(together: bool) -> None:
     """As in ``generate``. The tokens until then are kept, and are found by the next turn."""
@@ -567,14 +541,6 @@ def test_time_that_is_up_while_a_request_decodes_ends_it_with_what_it_has() -> N
         assert 1 <= len(text) <= 9  # a step takes at least 0.05 s
         assert text == wanted("llama", tuple(prompt(16)), 12)[: len(text)]
         sound(batching)
-
-
-@pytest.mark.parametrize("value", [-1, float("nan"), "soon"])
-def test_a_time_that_is_none_is_refused(value: Any) -> None:
-    settings = transformers.GenerationConfig(do_sample=False)
-    settings.max_time = value
-    with pytest.raises(ConfigError, match=r"generation_config\.max_time"):
-        ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings)
 
 
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:

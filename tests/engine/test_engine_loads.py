@@ -26,7 +26,7 @@ from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.engine.engine_kit import Sharing, at_once, counted, held_back, model_of, prompt, settled
 from tests.engine.test_engine_batching import NAMED, NEW, all_wanted, empty_device, made, sound, texts, wanted
-from tests.engine.test_engine_rows import GIVEN, LENGTH, rows_of
+from tests.engine.test_engine_prefix import GIVEN, LENGTH, rows_of
 from tests.stores.object_server import MotoServer
 from tests.waiting import until
 

@@ -1,26 +1,53 @@
-"""The logits are those of a model without a cache, whatever way the prefix took through the tree."""
+"""The logits are those of a model without a cache, whatever way the prefix took through the tree; with a draft beside
+it, retracted, in random worlds."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from asynccache_backends.memory import MemoryBackend
+from asynccache_hf import PagedModel
+from asynccache_hf.call import cache_name
+from asynccache_hf.layout import Layout
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
+from asynccache_shim.model import Chunk
+from transformers.cache_utils import DynamicCache
 
+from asynccache import AsyncCache, ConfigError, HitPolicy
 from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import FaultyBackend
-from tests.engine.engine_kit import CHUNK, PAGE, Served, judged, prompt, served, settled
+from tests.engine.engine_kit import (
+    CHUNK,
+    LIMIT,
+    PAGE,
+    Generated,
+    Heard,
+    Served,
+    judged,
+    layout_of,
+    model_of,
+    prompt,
+    served,
+    settled,
+    sound_at_the_end,
+)
 from tests.engine.engine_models import FAMILIES, WINDOW
 
-pytestmark = pytest.mark.slow(0.7)
+# The logits are those of a model without a cache, whatever way the prefix took through the tree.
+
 
 WINDOWED = ("gemma3", "deepseek_v4")
 RECURRENT = ("falcon_h1", "qwen3_next")
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_prompt_shorter_than_the_window(family: str) -> None:
@@ -37,6 +64,7 @@ async def test_a_prompt_shorter_than_the_window(family: str) -> None:
     await storage.aclose()
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> None:
@@ -48,6 +76,7 @@ async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> Non
             text = [*text, *made.tokens, *prompt(3, seed=turn)]
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_split_inside_the_shared_prefix(family: str) -> None:
@@ -65,6 +94,7 @@ async def test_a_split_inside_the_shared_prefix(family: str) -> None:
     await storage.aclose()
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.asyncio
 async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
@@ -92,6 +122,7 @@ async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
     await storage.aclose()
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_namespaces_are_never_mixed(family: str) -> None:
@@ -107,6 +138,7 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
                 assert (one.cached, two.cached, three.cached) == ((32, 32, 24) if round_ else (0, 0, 0))
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_failing_storage_and_copies_make_it_slower_never_different(family: str) -> None:
@@ -128,6 +160,7 @@ async def test_failing_storage_and_copies_make_it_slower_never_different(family:
     await inner.aclose()
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.asyncio
 async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
     """Every other test of this folder compares logits; so this is what they would see."""
@@ -140,6 +173,7 @@ async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
             await engine.check(prompt(40))
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_request_that_was_retracted_goes_on_as_it_would_have(family: str) -> None:
@@ -187,6 +221,7 @@ async def play(engine: Served, rng: random.Random) -> list[Request]:
     return asked
 
 
+@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_world_changes_no_token(family: str) -> None:
@@ -216,3 +251,102 @@ async def changes_no_token(family: str, seed: int) -> None:
             served_tokens += sum(request.hits) if request.hits is not None else 0
     assert served_tokens > 0
     await inner.aclose()
+
+
+# A draft model beside its target: its KV is sidecars of the target's pools, and comes back with them.
+
+
+PAIRS = [("qwen3", "llama"), ("gemma3", "gemma3"), ("deepseek_v4", "qwen3"), ("falcon_h1", "qwen3")]
+DRAFT_LENGTH = 45
+DRAFT_CACHED = DRAFT_LENGTH // PAGE * PAGE
+DRAFT_NEW = 4
+
+
+class Both(Heard):
+    """The target; the draft computes whatever it computes, in the same pages."""
+
+    def __init__(self, model: Any, layout: Layout, draft: PagedModel, cache: AsyncCache) -> None:
+        super().__init__(model, layout, cache.pools)
+        self.draft = draft
+        self.drafted: list[torch.Tensor] = []
+
+    def compute_all(self, chunks: Sequence[Chunk], keep: int = 1) -> list[torch.Tensor]:
+        self.drafted += self.draft.compute_all([chunk._replace(checkpoint=None) for chunk in chunks], keep)
+        return super().compute_all(chunks, keep)
+
+
+def layouts(target: str, draft: str) -> tuple[Layout, Layout]:
+    return layout_of(target).with_draft(layout_of(draft))
+
+
+@asynccontextmanager
+async def served_with(target: str, draft: str, storage: MemoryBackend | None = None) -> AsyncIterator[Served]:
+    both, drafts = layouts(target, draft)
+    config = both.cache_config(device_tokens=32 * PAGE, host_tokens=64 * PAGE, host_states=32, prefetch_threshold=PAGE)
+    async with AsyncCache(config, storage=storage) as cache:
+        model = Both(model_of(target), both, PagedModel(model_of(draft, 1), drafts, cache.pools), cache)
+        async with sound_at_the_end(Served(cache, target, model=model)) as served:
+            yield served
+
+
+async def checked(served: Served, draft: str, tokens: Sequence[int]) -> Generated:
+    """Both models say what they say without a cache, in the same chunks."""
+    model = served.model
+    assert isinstance(model, Both)
+    model.drafted.clear()
+    made = await served.check(tokens, DRAFT_NEW)
+    wanted = draft_alone(draft, [*tokens, *made.tokens], made.cached, len(tokens))[-DRAFT_NEW:]
+    error = max(float((a - b).abs().max()) for a, b in zip(model.drafted[-DRAFT_NEW:], wanted, strict=True))
+    assert error <= LIMIT, f"the draft's logits differ by {error}, {made.cached} cached"
+    return made
+
+
+def draft_alone(draft: str, text: list[int], cached: int, length: int) -> list[torch.Tensor]:
+    """The last logits of each call of the draft without pages, decoding last."""
+    model = model_of(draft, 1)
+    state, made = DynamicCache(config=model.config), []
+    cuts = sorted({0, cached, length, *range(0, length, CHUNK)})
+    with torch.inference_mode():
+        for start, stop in pairwise([*cuts, *range(length + 1, len(text))]):
+            out = model(input_ids=torch.tensor([text[start:stop]]), **{cache_name(model): state}, use_cache=True)
+            made.append(out.logits[0, -1:])
+    return made
+
+
+@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@pytest.mark.asyncio
+async def test_a_drafts_kv_comes_back_from_every_tier(target: str, draft: str) -> None:
+    storage = MemoryBackend()
+    async with served_with(target, draft, storage) as served:
+        assert (await checked(served, draft, prompt(DRAFT_LENGTH))).cached == 0
+        assert (await checked(served, draft, prompt(DRAFT_LENGTH))).hits == (DRAFT_CACHED, 0, 0)
+        await served.empty_device()
+        assert (await checked(served, draft, prompt(DRAFT_LENGTH))).hits == (0, DRAFT_CACHED, 0)
+    async with served_with(target, draft, storage) as served:
+        assert (await checked(served, draft, prompt(DRAFT_LENGTH))).hits == (0, 0, DRAFT_CACHED)
+    await storage.aclose()
+
+
+def test_a_drafts_pools_are_sidecars_of_the_targets() -> None:
+    both, drafts = layouts("gemma3", "gemma3")
+    sidecars = both.cache_config(device_tokens=256).sidecars
+    assert {(s.name, s.indices_from, s.hit_policy) for s in sidecars} == {
+        ("draft_full", "full", HitPolicy.ALL_PAGES),
+        ("draft_swa", "swa", HitPolicy.TRAILING_PAGES),
+    }
+    assert {pool.name for pool in drafts.pools} == {"draft_full", "draft_swa"}
+    assert {pool.name for pool in layout_of("gemma3").pools} == {"full", "swa"}
+    assert both.model not in (layout_of("gemma3").model, drafts.model)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "page", "reason"),
+    [
+        ("qwen3", "qwen3", 16, "page_size=16"),
+        ("qwen3", "gemma3", PAGE, "window of 16 is longer"),
+        ("falcon_h1", "falcon_h1", PAGE, "recurrent states"),
+    ],
+)
+def test_a_draft_that_does_not_follow_is_refused(target: str, draft: str, page: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        layout_of(target).with_draft(layout_of(draft, page))

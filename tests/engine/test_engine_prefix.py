@@ -1,4 +1,5 @@
-"""``PrefixCache.generate`` returns what ``model.generate`` returns, and computes less of it the second time."""
+"""``PrefixCache.generate`` returns what ``model.generate`` returns, and computes less of it the second time; rows of a
+batch in common steps where it can."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from asynccache_hf.call import cache_name, parameters
 
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError, Unavailable
-from tests.engine.engine_kit import model_of, open_caches, prompt, settled
+from tests.engine.engine_kit import at_once, counted, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
 pytestmark = pytest.mark.slow(0.3)
@@ -39,7 +41,7 @@ def ids(*rows: list[int]) -> torch.Tensor:
 def cached() -> Iterator[PrefixCache]:
     """Whatever a test does with it: nothing is held afterwards, and its threads have ended."""
     before = set(threading.enumerate())                # other tests of this process may have left some
-    with PrefixCache(model_of("llama"), **SIZES) as opened:
+    with PrefixCache(model_of("llama"), name="llama", **SIZES) as opened:
         yield opened
         opened._loop.call(settled(opened._cache))
         check(opened._cache.core, idle=True)
@@ -70,14 +72,6 @@ def test_pages_of_an_older_schema_are_not_found_under_the_same_name(
             cached.generate(text, max_new_tokens=4)
             found.append(cached.counts.storage)
     assert found == [0, LENGTH // 8 * 8, 0]
-
-
-def test_another_cache_finds_it_in_the_store(tmp_path: Path) -> None:
-    url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
-    for found in (0, 40):
-        with PrefixCache(model_of("llama"), storage=url, **SIZES) as cached:
-            cached.generate(ids(prompt(LENGTH)), max_new_tokens=4)
-            assert cached.counts.storage == found
 
 
 def test_rows_of_different_length_are_padded_as_transformers_does() -> None:
@@ -128,17 +122,15 @@ def test_a_stream_gets_the_same_tokens(cached: PrefixCache) -> None:
     assert cached.counts.device == 40
 
 
-def test_threads_share_one_cache(cached: PrefixCache) -> None:
+def test_threads_share_one_cache_which_counts_every_prompt(cached: PrefixCache) -> None:
     texts = [ids([*prompt(30), *prompt(4, seed=i)]) for i in range(6)]
-    made: dict[int, Any] = {}
-    threads = [threading.Thread(target=lambda i=i: made.update({i: cached.generate(texts[i], max_new_tokens=5)}))
-               for i in range(6)]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, text in enumerate(texts):
-        assert made[i].tolist() == model_of("llama").generate(text, max_new_tokens=5).tolist()
+    wanted = [model_of("llama").generate(text, max_new_tokens=5).tolist() for text in texts]
+
+    def repeated(text: torch.Tensor) -> list[Any]:
+        return [cached.generate(text, max_new_tokens=5).tolist() for _ in range(8)]
+
+    assert at_once(*(partial(repeated, text) for text in texts)) == [[each] * 8 for each in wanted]
+    assert cached.counts.prompt == 6 * 8 * 34
 
 
 @pytest.mark.parametrize("family", ["phi3_longrope", "llama_dynamic"])
@@ -286,42 +278,6 @@ def test_a_configuration_of_the_call_alone_is_no_reason_for_a_warning(caplog: py
     assert "together with generation-related" not in caplog.text
 
 
-def test_threads_count_every_prompt(cached: PrefixCache) -> None:
-    threads = [threading.Thread(target=lambda i=i: [cached.generate(ids(prompt(9, seed=i)), max_new_tokens=1)
-                                                    for _ in range(20)]) for i in range(4)]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert cached.counts.prompt == 4 * 20 * 9
-
-
-def test_an_error_of_the_model_gives_the_pages_back(cached: PrefixCache) -> None:
-    def stop(tokens: Any, scores: Any, **options: Any) -> Any:
-        raise RuntimeError("enough")
-
-    for _ in range(40):  # of pages for a dozen
-        with pytest.raises(RuntimeError, match="enough"):
-            cached.generate(ids(prompt(LENGTH)), max_new_tokens=9, stopping_criteria=[stop])
-    assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
-
-
-def test_an_error_after_the_cache_has_opened_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise MemoryError("no more")
-
-    before, caches = set(threading.enumerate()), open_caches()
-    with monkeypatch.context() as patched:
-        patched.setattr("asynccache_hf.cached_model.PagedModel", broken)
-        with pytest.raises(MemoryError, match="no more"):
-            PrefixCache(model_of("llama"), name="llama", **SIZES)
-    left = set(threading.enumerate()) - before
-    assert not [thread for thread in left if thread.name.startswith("asynccache")]
-    assert open_caches() == caches
-    with PrefixCache(model_of("llama"), name="llama", **SIZES) as cached:
-        assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
-
-
 def test_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one of them is about to close the cache when the other one has closed it."""
     cached = PrefixCache(model_of("llama"), name="llama", **SIZES)
@@ -352,12 +308,6 @@ def test_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     late.join(20)
     assert cached.closed == "the cache is closed"
     assert not failed
-
-
-def test_closed_it_takes_no_calls() -> None:
-    cached = PrefixCache(model_of("llama"), **SIZES)
-    cached.close()
-    cached.close()
     with pytest.raises(CacheClosed):
         cached.generate(ids([1, 2, 3]))
 
@@ -466,3 +416,228 @@ def test_a_transformers_whose_generate_takes_no_cache_is_refused_before_anything
     own.update(num_beams=3, num_return_sequences=2, stop_strings=["x"], max_length=4, assistant_early_exit=1)
     with PrefixCache(model, name="llama", **SIZES) as cached:         # another version is no reason to refuse
         assert cached.counts == Counts()
+
+
+# Rows of a batch are generated in common steps where that can be.
+
+
+NEW = 9
+GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+KINDS = ("llama", "gemma2", "mixtral", "gpt_oss", "gpt2")
+"""Full attention, windows beside it, one window, sinks, learned positions."""
+ALONE = ("deepseek_v3", "qwen3_5", "jamba", "deepseek_v4", "bamba", "lfm2", "mamba")
+"""What is computed request by request: latent attention, states of all kinds, compressed entries."""
+
+
+def rows_of(count: int, seed: int = 0) -> torch.Tensor:
+    """Prompts that share nothing, and begin with no padding."""
+    return ids(*([1 + seed + i, *prompt(LENGTH - 1, seed=seed + i)] for i in range(count)))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_batch_is_computed_in_common_steps_cold_and_with_hits(family: str) -> None:
+    model, text = model_of(family), rows_of(3)
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for before in range(3):
+            wanted = model.generate(text, attention_mask=torch.ones_like(text), **GIVEN)
+            with counted(model) as calls:
+                assert cached.generate(text, **GIVEN).tolist() == wanted.tolist()
+            assert calls == [3 * (LENGTH - (40 if before else 0)), *[3] * (NEW - 1)]
+            assert cached.counts.device == before * 3 * 40
+        turn = torch.cat([wanted, rows_of(3, seed=7)[:, :5]], 1)
+        wanted = model.generate(turn, attention_mask=torch.ones_like(turn), **GIVEN)
+        assert cached.generate(turn, **GIVEN).tolist() == wanted.tolist()
+        assert cached.counts.device == 3 * (40 + 40 + 48)  # answers are found, too
+
+
+def test_what_rows_share_is_computed_once_and_the_others_follow_together(cached: PrefixCache) -> None:
+    text = ids(*([*prompt(30), *prompt(LENGTH - 30, seed=1 + i)] for i in range(4)))
+    wanted = model_of("llama").generate(text, **GIVEN).tolist()
+    with counted(cached._model) as calls:
+        assert cached.generate(text, **GIVEN).tolist() == wanted
+    assert calls == [LENGTH, 1 + 3 * (LENGTH - 24), *[4] * (NEW - 2), 3]
+    assert cached.counts.device == 3 * 24
+
+
+def test_rows_of_different_lengths_are_computed_in_common_steps(cached: PrefixCache) -> None:
+    lengths = (45, 20, 33)
+    text = ids(*([0] * (45 - n) + [token or 1 for token in prompt(n, seed=n)] for n in lengths))
+    mask = ids(*([0] * (45 - n) + [1] * n for n in lengths))
+    wanted = cached._model.generate(text, attention_mask=mask, pad_token_id=0, **GIVEN).tolist()
+    with counted(cached._model) as calls:
+        assert cached.generate(text, attention_mask=mask, pad_token_id=0, **GIVEN).tolist() == wanted
+    assert calls == [sum(lengths), *[3] * (NEW - 1)]
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_rows_of_a_model_that_is_computed_request_by_request(family: str) -> None:
+    model, text = model_of(family), rows_of(2)
+    wanted = [model.generate(text[i : i + 1], **GIVEN)[0].tolist() for i in range(2)]
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for _ in range(2):
+            assert cached.generate(text, **GIVEN).tolist() == wanted
+        assert cached.counts.device == 2 * 40
+
+
+def test_rows_that_begin_at_several_places_are_right(cached: PrefixCache) -> None:
+    cached.generate(rows_of(2)[1:], **GIVEN)
+    assert cached.generate(rows_of(4), **GIVEN).tolist() == model_of("llama").generate(rows_of(4), **GIVEN).tolist()
+
+
+def test_a_row_that_ends_before_the_others_is_padded_and_its_padding_is_not_kept() -> None:
+    model = make("llama")
+    model.generation_config.pad_token_id = 0
+    text = rows_of(3)
+    free = model.generate(text, **GIVEN)[:, LENGTH:].tolist()
+    end = next(token for token in free[0][1:5] if token not in free[1])
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        for given in ({"eos_token_id": end}, {"eos_token_id": [end, 511]}):
+            wanted = model.generate(text, **GIVEN, **given)
+            assert cached.generate(text, **GIVEN, **given).tolist() == wanted.tolist()
+        assert 0 in wanted[0, LENGTH:].tolist()
+        stop = wanted[0].tolist().index(end, LENGTH)
+        padded = wanted[0, : LENGTH + NEW].tolist()
+        kept = cached.ask(lambda cache: cache.match(padded))
+        assert kept.device == stop // 8 * 8
+
+
+def test_without_a_pad_token_the_first_end_that_was_given_pads() -> None:
+    """Whatever is cached: rows together, and rows alone."""
+    model, text = make("llama"), rows_of(3)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = None, 500
+    mask = torch.ones_like(text)
+    free = model.generate(text, attention_mask=mask, **GIVEN)[:, LENGTH:].tolist()
+    end = next(token for token in free[0][1:5] if token not in free[1] + free[2])
+    for given in (end, [end, 511], [511, end], torch.tensor([511, end])):
+        wanted = model.generate(text, attention_mask=mask, eos_token_id=given, **GIVEN).tolist()
+        for cached_rows in (0, 1):
+            with PrefixCache(model, name="llama", **SIZES) as cached:
+                if cached_rows:
+                    cached.generate(text[1:2], max_new_tokens=1)
+                assert cached.generate(text, attention_mask=mask, eos_token_id=given, **GIVEN).tolist() == wanted
+
+
+def test_what_only_transformers_does_is_done_row_by_row(cached: PrefixCache) -> None:
+    text = rows_of(3)
+
+    def never(tokens: Any, scores: Any) -> Any:
+        return scores.index_fill(1, torch.tensor([int(first)]), -torch.inf)
+
+    first = cached.generate(text, **GIVEN)[0, LENGTH]
+    own: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.5}, {"logits_processor": [never]}, {"min_new_tokens": 3}, {"bad_words_ids": [[5]]},
+    )  # fmt: skip
+    for more in own:
+        given: dict[str, Any] = {**GIVEN, **more}
+        wanted = [cached._model.generate(text[i : i + 1], **given)[0].tolist() for i in range(3)]
+        assert cached.generate(text, **given).tolist() == wanted
+
+
+def test_rows_that_have_no_room_together_are_generated_one_after_the_other() -> None:
+    text = rows_of(4)
+    with PrefixCache(model_of("llama"), name="llama", page_size=8, device_tokens=128, host_tokens=512) as cached:
+        for _ in range(2):
+            assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+        assert cached.counts.device + cached.counts.host == 4 * 40
+        cached._loop.call(settled(cached._cache))
+        check(cached._cache.core, idle=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_that_the_model_cannot_compute_fail_alone(family: str) -> None:
+    """As in transformers, and never in a common step, where they would fail the requests of other threads, too."""
+    model = model_of(family)
+    positions = model.config.max_position_embeddings
+    strange = rows_of(2)
+    strange[1, 3] = model.config.vocab_size
+    many = ids(*(prompt(positions - 2, seed=i) for i in range(2)))
+    asked = [(strange, GIVEN, IndexError), (rows_of(2), {"max_length": LENGTH, "do_sample": False}, ValueError)]
+    if family == "gpt2":  # whose positions are learned
+        asked.append((many, GIVEN, IndexError))
+    with PrefixCache(model, name=family, page_size=8, device_tokens=4 * positions) as cached:
+        for text, given, error in asked:
+            with pytest.raises(error):
+                model.generate(text, attention_mask=torch.ones_like(text), **given)
+            with pytest.raises(error):
+                cached.generate(text, attention_mask=torch.ones_like(text), **given)
+            assert not cached._scheduler.steps
+        cached._loop.call(settled(cached._cache))
+        check(cached._cache.core, idle=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_error_of_the_model_gives_the_pages_of_all_rows_back(cached: PrefixCache, rows: int) -> None:
+    def stop(*_: Any, **options: Any) -> Any:
+        raise RuntimeError("enough")
+
+    ways: tuple[dict[str, Any], ...] = ({"stopping_criteria": [stop]}, {})
+    for more in ways:
+        hook = cached._model.model.layers[1].register_forward_hook(stop) if not more else None
+        for _ in range(10):
+            with pytest.raises(RuntimeError, match="enough"):
+                cached.generate(rows_of(rows), **GIVEN, **more)
+        if hook is not None:
+            hook.remove()
+    assert cached.generate(rows_of(rows), **GIVEN).shape == (rows, LENGTH + NEW)
+
+
+def lookups(cached: PrefixCache) -> Any:
+    async def read(cache: Any) -> Any:
+        return cache.statistics().lookups
+
+    return cached.ask(read)
+
+
+def test_each_row_is_one_lookup_whatever_rows_share(cached: PrefixCache) -> None:
+    depths = [8 * (i % 4) for i in range(8)]
+    text = ids(*([*prompt(LENGTH)[:d], *prompt(LENGTH - d, seed=1 + i)] for i, d in enumerate(depths)))
+    for turn in range(1, 3):
+        assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+        assert lookups(cached).requests == turn * 8
+        assert sum(lookups(cached).hits.values()) == sum(cached.counts[1:])
+
+
+def test_a_row_that_is_not_stored_does_not_change_where_the_others_are_found(tmp_path: Path) -> None:
+    text, url = rows_of(4), f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES) as cached:
+        cached.generate(text[:3], **GIVEN)
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES) as cached:
+        cached.generate(text, **GIVEN)
+        assert cached.counts == Counts(4 * LENGTH, 0, 0, 3 * 40)
+        assert lookups(cached).requests == 4
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_whose_own_configuration_samples_draws_row_by_row(own: bool) -> None:
+    """Unless the call says otherwise."""
+    model, text, mask = make("llama"), rows_of(3), torch.ones(3, LENGTH, dtype=torch.long)
+    model.generation_config.update(do_sample=True, temperature=1.3, pad_token_id=0)
+    more: dict[str, Any] = {} if own else {"do_sample": False}
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        for _ in range(2):
+            torch.manual_seed(5)
+            wanted = [model.generate(text[i : i + 1], attention_mask=mask[:1], max_new_tokens=NEW, **more)[0].tolist()
+                      for i in range(3)]  # fmt: skip
+            torch.manual_seed(5)
+            with counted(model) as calls:
+                made = cached.generate(text, attention_mask=mask, max_new_tokens=NEW, **more).tolist()
+            assert made == wanted
+            assert len(calls) == (3 * NEW if own else NEW)
+        assert cached.counts.device == 3 * 40
+
+
+def test_rows_of_one_token_are_a_call(cached: PrefixCache) -> None:
+    """Nothing of them may be found."""
+    text = ids([5], [6], [5])
+    for _ in range(2):
+        assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+
+
+@pytest.mark.parametrize(("option", "value"), [
+    ("prefix_allowed_tokens_fn", lambda row, tokens: [1, 2]), ("negative_prompt_ids", ids([1, 2], [3, 4])),
+    ("streamer", object()),
+])  # fmt: skip
+def test_what_is_of_a_single_row_is_refused_for_several(cached: PrefixCache, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: "):
+        cached.generate(rows_of(2), **GIVEN, **{option: value})
+    assert cached.counts == Counts()

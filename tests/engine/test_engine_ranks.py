@@ -7,11 +7,17 @@ tie, which is asserted.
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,10 +26,10 @@ from asynccache_hf import PagedModel, describe
 from asynccache_shim import Chunk, Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
+from tests import warm
 from tests.engine.engine_kit import prompt
 from tests.engine.engine_models import make
 from tests.engine.engine_rank_child import PAGE, Answer
-from tests.engine.member import Member
 
 LIMIT = 1e-4
 MARGIN = 0.01
@@ -66,6 +72,57 @@ async def on_one_rank(rounds: Rounds) -> tuple[list[list[int]], dict[tuple[int, 
                 requests = [scheduler.submit(Request(tokens, Limits(new))) for tokens, new in asked]
                 outputs += [await request.done() for request in requests]
         return outputs, model.logits
+
+
+class Member:
+    """One process, that runs the module ``program``."""
+
+    def __init__(self, program: str) -> None:
+        self.process = warm.Popen(
+            [sys.executable, "-W", "error", "-m", program],
+            cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, imports=warm.MODELS,
+        )  # fmt: skip
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+
+    def tell(self, job: dict[str, Any]) -> None:
+        """Begin a job."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, key: str, seconds: float) -> Any:
+        """The value of ``key`` in the next line that has it."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = json.loads(self._lines.get(timeout=max(0.0, end - time.monotonic())))
+            except Empty:
+                raise AssertionError(f"no {key} within {seconds} s; exit {self.process.poll()}") from None
+            if key in line:
+                return line[key]
+
+    def end(self, seconds: float = 60.0) -> int | None:
+        """Give the process no more jobs. Returns its exit status; None if it did not end by itself."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._reader.join()
+            self.process.stdout.close()
 
 
 class Crew:
@@ -184,14 +241,18 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
         assert answer.moved["load_back"] > 0
 
 
-def lose(crew: Crew, victim: int, how: signal.Signals) -> None:
-    """Every request ends at once, all others are told; then a new group finds what is stored."""
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", range(4))
+def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
+    crew: Crew, victim: int, how: signal.Signals
+) -> None:
     rounds: Rounds = [[(prompt(61, seed=i), 8) for i in range(3)]]
     stores = f"lost-{victim}-{how}"
     crew.begin(rounds, stores, timeout=TIMEOUT, endless=True)
     crew.members[0].hear("serving", ENDS)
     struck = time.monotonic()
-    crew.members[victim].strike(how)
+    crew.members[victim].process.send_signal(how)
     for answer in crew.answers([rank for rank in range(4) if rank != victim]):
         assert answer.error == "RankFailure", answer.text
         assert answer.at - struck < (TIMEOUT if answer.rank == 0 else 2 * TIMEOUT) + SLACK, answer.text
@@ -201,18 +262,3 @@ def lose(crew: Crew, victim: int, how: signal.Signals) -> None:
     answers = crew.answers()
     alike(answers)
     assert all(storage > 0 for _, _, storage in answers[0].hits)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("victim", "how"), [(3, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
-    crew: Crew, victim: int, how: signal.Signals
-) -> None:
-    lose(crew, victim, how)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", range(4))
-def test_each_rank_in_turn(crew: Crew, victim: int, how: signal.Signals) -> None:
-    lose(crew, victim, how)

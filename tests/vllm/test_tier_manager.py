@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,9 @@ from vllm.config import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConfig
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from asynccache.errors import ConfigError
 from tests.host.host_kit import socket_path
@@ -77,14 +79,6 @@ def test_it_is_found_after_vllms_own_tiers_were_reset(tmp_path: Path, store: str
         assert playing.serve(keys_of(8)) == 8
 
 
-def test_it_is_found_by_a_new_manager(tmp_path: Path) -> None:
-    with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(8))
-        playing.settle()
-    with scheduler(config(entry(tmp_path))) as playing:
-        assert playing.serve(keys_of(8)) == 8
-
-
 def test_the_nearest_store_of_several_is_filled_by_what_a_farther_one_has(tmp_path: Path) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(8))
@@ -95,14 +89,14 @@ def test_the_nearest_store_of_several_is_filled_by_what_a_farther_one_has(tmp_pa
         assert playing.tier._pages.store_stats()["memory"]["pages"] == 8
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "two ranks": {"parallel": {"world_size": 2, "tp_size": 2}},
-    "two stages": {"parallel": {"world_size": 2, "pp_size": 2}},
-    "another namespace": {"namespace": "tiny 2"},
-    "another model": {},
-    "another dtype": {},
-    "three groups": {"groups": 3},
-    "chunks of other blocks": {},
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "another namespace": lambda folder: config(entry(folder, namespace="tiny 2")),
+    "two ranks": lambda folder: config(entry(folder), parallel={"world_size": 2, "tp_size": 2}),
+    "two stages": lambda folder: config(entry(folder), parallel={"world_size": 2, "pp_size": 2}),
+    "three groups": lambda folder: config(entry(folder), groups=3),
+    "another layout": lambda folder: replace(config(entry(folder)), kv_cache_layout="LBHNC"),
+    "another dtype": lambda folder: replace(config(entry(folder)), model=OffloadingModelConfig("tiny", "fp8")),
+    "chunks of other blocks": lambda folder: replace(config(entry(folder)), cache=OffloadingCacheConfig(8, 1)),
 }
 
 
@@ -111,15 +105,7 @@ def test_who_differs_finds_nothing(tmp_path: Path, what: str) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(4))
         playing.settle()
-    changes = dict(OTHERS[what])
-    made = config(entry(tmp_path, namespace=changes.pop("namespace", "tiny")), **changes)
-    if what == "another dtype":
-        made = replace(made, model=replace(made.model, dtype="fp8"))
-    if what == "another model":
-        made = replace(made, kv_cache_layout="LBHNC")
-    if what == "chunks of other blocks":
-        made = replace(made, cache=replace(made.cache, tokens_per_hash=8))
-    with scheduler(made) as playing:
+    with scheduler(OTHERS[what](tmp_path)) as playing:
         assert playing.serve(keys_of(4)) == 0
 
 
@@ -228,6 +214,8 @@ def test_vllms_metrics_are_told(tmp_path: Path) -> None:
     definitions = asynccache_vllm.AsyncCacheTier.build_metric_definitions({})
     assert definitions.keys() == DESCRIPTIONS.keys() >= {LOOKUPS, LOADED, STORED}
     assert all(one.labelnames == ("result",) for one in definitions.values())
+    extra = dict(config({"storage": "memory:", "namespace": "n"}).extra_config)
+    assert TieringOffloadingSpec.build_metric_definitions(extra).keys() >= DESCRIPTIONS.keys(), "vLLM's spec knows them"
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(8))
         playing.reset()
@@ -239,13 +227,6 @@ def test_vllms_metrics_are_told(tmp_path: Path) -> None:
         assert told[f"{LOADED}:('hit',)"] == 8
         assert told["vllm:kv_offload_tiering_read_bytes:('1:asynccache',)"] == 8 * CHUNK
         assert f"{LOADED}:('hit',)" not in counted(playing)
-
-
-def test_vllms_spec_knows_the_metrics() -> None:
-    made = config({"storage": "memory:", "namespace": "n"})
-    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-
-    assert TieringOffloadingSpec.build_metric_definitions(dict(made.extra_config)).keys() >= {LOOKUPS, LOADED, STORED}
 
 
 SOURCES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -316,24 +297,22 @@ def test_events_say_what_is_stored_if_they_are_wanted(tmp_path: Path, told: pyte
     assert "vLLM publishes no KV events" in told.text
 
 
-def test_the_log_says_which_stores_and_which_namespace(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_which_stores_and_which_namespace_and_sums_up_now_and_then(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(4))
         playing.reset()
         playing.serve(keys_of(4))
+        assert "looked up" not in told.text
     assert f"asynccache: file for 16 chunks of {CHUNK} bytes, namespace " in told.text
     assert '"namespace":"tiny"' in told.text
     assert "looked up 4 hit; loaded 4 hit; stored 4 hit" in told.text
-
-
-def test_a_summary_comes_now_and_then(
-    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("asynccache_vllm.counts.SUMMARY_EVERY", 0.0)
     with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(4))
+        playing.compute(keys_of(5, "new"))
         playing.settle()
-        assert "stored 4 hit" in told.text
+        assert "stored 5 hit" in told.text
 
 
 def test_vllms_version_and_device_are_in_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``asynccache verify-engine`` on vLLM's own server, with our tier: every tier is right, and a wrong copy is found."""
+"""Programs beside vLLM's own: the example as a reader runs it, and ``asynccache verify-engine``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from asynccache.cli.main import main
 from tests.stores.server import free_port
 from tests.vllm.engine_kit import EXAMPLES, STARTS_WITHIN, installed, write_model
 
-pytestmark = [
-    pytest.mark.skipif(not installed(), reason="vLLM is not installed: make test-vllm"),
-    pytest.mark.slow(120),
-]
+pytestmark = pytest.mark.skipif(not installed(), reason='vLLM is not installed: make test-vllm')
+
+# ``asynccache verify-engine`` on vLLM's own server, with our tier: every tier is right, and a wrong copy is found.
+
 
 ROOT = EXAMPLES.parent
 FLUSHES = ("--flush-device", "/reset_prefix_cache", "--flush-host", "/reset_prefix_cache?reset_external=true")
@@ -84,18 +84,46 @@ def verdicts(url: str, folder: Path) -> dict[str, Any]:
     return {tier["tier"]: tier["verdict"] for tier in json.loads(report.read_text())["tiers"]}
 
 
+@pytest.mark.slow(120)
 def test_the_doctor_finds_that_this_vllm_fits(tmp_path: Path) -> None:
     report = examine_engine("vllm", [f"file:{tmp_path}/kv?capacity=64MiB"], 1, lambda line: None)
     assert report["error"] is None
 
 
+@pytest.mark.slow(120)
 def test_every_tier_of_vllm_is_right(tmp_path: Path) -> None:
     with serving(tmp_path, "CpuTieringSpec", "vllm_on_cpu.offload") as url:
         assert verdicts(url, tmp_path) == dict.fromkeys(("new", "device", "turns", "host", "storage"), "right")
 
 
+@pytest.mark.slow(120)
 def test_layers_that_vllm_copies_to_the_wrong_place_are_found(tmp_path: Path) -> None:
     with serving(tmp_path, "WrongTieringSpec", "tests.vllm.wrong_copies") as url:
         found = verdicts(url, tmp_path)
     assert (found["new"], found["host"], found["storage"]) == ("right", "wrong", "wrong")
     assert found["device"] == "wrong"  # of a prompt that ends on a block's end, vLLM takes the last block from the host
+
+
+# ``examples/vllm_second_run.py`` as a reader runs it: twice.
+
+
+LINE = re.compile(r"^(.+): +first token after +(\d+) ms, (\d+) of 4097 tokens cached$", re.MULTILINE)
+
+
+def run(folder: Path) -> dict[str, tuple[int, int]]:
+    """Milliseconds and cached tokens, by where vLLM had the prompt."""
+    command = [sys.executable, str(EXAMPLES / "vllm_second_run.py"), "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * STARTS_WITHIN, cwd=folder.parent)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "run this again" in done.stdout
+    return {where: (int(seconds), int(cached)) for where, seconds, cached in LINE.findall(done.stdout)}
+
+
+@pytest.mark.slow(90)
+def test_the_second_run_finds_what_the_first_computed(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "example"), run(tmp_path / "example")
+    emptied, nothing = "vLLM's memory emptied", "nothing in vLLM's memory"
+    assert list(first) == list(second) == [nothing, "on the device", emptied]
+    assert [cached for _, cached in first.values()] == [0, 4096, 4096]
+    assert [cached for _, cached in second.values()] == [4096, 4096, 4096]
+    assert second[nothing][0] < first[nothing][0], "it was not computed"
