@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import wraps
+from random import Random
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.audit import check
@@ -17,11 +22,18 @@ from asynccache.core.ledger import COMPUTE
 from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
+from asynccache.memory.signals import HostGate
 from asynccache.runtime.core_calls import first_ended, holding
 from asynccache.runtime.head import Head
 from asynccache.runtime.lease import Lease
-from asynccache.storage import StorageBackend
+from asynccache.storage import CheckedStore, PageKey, Record, Result, StorageBackend
+from asynccache.storage import settled as let_go
+from asynccache.storage.checked import store_layout
+from asynccache.testing.wrapped_backend import WrappedBackend
 from asynccache.worker.local import LocalWorker
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import simulate
 from tests.waiting import turns as turns
 from tests.waiting import until as until
 
@@ -57,6 +69,18 @@ def local(cache: AsyncCache) -> LocalWorker:
     worker = parts(cache).worker
     assert isinstance(worker, LocalWorker)
     return worker
+
+
+def gate(cache: AsyncCache) -> HostGate:
+    """A new event of the cache's device, to be opened by hand."""
+    device: Any = cache.device
+    made: HostGate = device.gate()
+    return made
+
+
+def free(cache: AsyncCache) -> int:
+    """Pages of FULL that are free on the device."""
+    return cache.statistics().device["full"].free
 
 
 def fence_all(cache: AsyncCache, event: Event) -> None:
@@ -96,6 +120,16 @@ async def settled(cache: AsyncCache) -> None:
         if not len(driver.ops):
             return
         await first_ended(driver.ops, tuple(driver.ops)[:1])
+
+
+async def enter(cache: AsyncCache, pages: int, seed: int = 0, extra: int = 0, **terms: Any) -> Lease:
+    """A held lease of ``text(pages, seed, extra)``."""
+    return await cache.lease(text(pages, seed, extra), **terms).__aenter__()
+
+
+def entering(cache: AsyncCache, pages: int, seed: int = 0, extra: int = 0, **terms: Any) -> asyncio.Task[Lease]:
+    """The same, in a task of its own."""
+    return asyncio.create_task(enter(cache, pages, seed, extra, **terms))
 
 
 def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
@@ -170,3 +204,170 @@ async def push_out(cache: AsyncCache, pages: int) -> None:
     """Take ``pages`` device pages for a moment, so that what is cached leaves the device."""
     async with cache.lease(text(pages, seed=999), prefetch=None):
         pass
+
+
+async def on_the_host(cache: AsyncCache, *texts: Sequence[int], pools: Sequence[str] = ("full",)) -> None:
+    """Serve ``texts``; afterwards their pages are on the host alone."""
+    for tokens in texts:
+        await serve(cache, tokens, pools)
+        await settled(cache)
+    await push_out(cache, cache.statistics().device["full"].capacity)
+    assert [(await cache.match(tokens)).device for tokens in texts] == [0] * len(texts)
+
+
+class HeldBackend(MemoryBackend):
+    """Reads wait until they are let through, one call a permit. ``corrupt``: the n-th pages read are wrong. ``asked``,
+    ``waiting``, ``closed``: how many questions there were, how many reads wait, how often it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = asyncio.Semaphore(1 << 20)
+        self.asked = self.waiting = self._read = 0
+        self.corrupt: set[int] = set()
+
+    def hold(self) -> None:
+        self.permits = asyncio.Semaphore(0)
+
+    def let(self, calls: int = 1000) -> None:
+        for _ in range(calls):
+            self.permits.release()
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        self.asked += 1
+        return await super().exists(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        self.waiting += 1
+        await self.permits.acquire()
+        self.waiting -= 1
+        results = await super().get(keys, records)
+        for i, record in enumerate(records, self._read):
+            if i in self.corrupt:
+                record.payload[0] ^= 1
+        self._read += len(keys)
+        return results
+
+
+class HeldWrites(MemoryBackend):
+    """Writes wait until ``gate`` is set. ``writing``: how many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.writing = 0
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        self.writing += 1
+        try:
+            await self.gate.wait()
+            return await super().put(keys, records)
+        finally:
+            self.writing -= 1
+
+
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make slices so short that a few pages need several."""
+    usual = CacheConfig.core
+    monkeypatch.setattr(CacheConfig, "core", lambda config: replace(usual(config), slice_steps=4))
+
+
+# In simulated time, over stores that hang.
+
+
+def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """``test`` runs in a simulated world: its time is virtual, and no task may be left."""
+
+    @wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        simulate(lambda loop: test(*given, **named), 1)
+
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def cache_over(
+    backend: Any, config: CacheConfig, attached: dict[str, str] | None = None, **store: Any
+) -> AsyncIterator[AsyncCache]:
+    """A cache of a simulated world, over a store that is made of ``backend`` with the options ``store``. ``attached``:
+    the store is attached with these options."""
+    device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+    checked = CheckedStore(backend, store_layout(config.pools()), threads=0, **store)
+    async with AsyncCache(config, device=device, storage=checked if attached is None else None) as cache:
+        if attached is not None:
+            await cache.attach_storage(checked, options=attached)
+        yield cache
+    await checked.aclose()
+    await device.aclose()
+
+
+class Hangs(WrappedBackend):
+    """From ``hung.set()`` on, ``verb`` does not answer before ``answers.set()`` or for ``deaf`` seconds, nor does
+    ``put`` unless ``alone``, and they cannot be cancelled till then: as a client whose buffers somebody else writes
+    to."""
+
+    def __init__(self, verb: str, deaf: float = 1e6, *, alone: bool = False) -> None:
+        super().__init__(SimulatedBackend(Random(1), Hostility(delay=0.0)))
+        self.verbs = (verb,) if alone else (verb, "put")
+        self.deaf = deaf
+        self.hung = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.holding = 0
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self._hang("exists")
+        return await self.inner.exists(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self._hang("get")
+        return await self.inner.get(keys, records)
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self._hang("put")
+        return await self.inner.put(keys, records)
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self._hang("delete")
+        return await self.inner.delete(keys)
+
+    async def clear(self) -> None:
+        await self._hang("clear")
+        await self.inner.clear()
+
+    async def flush(self) -> None:
+        await self._hang("flush")
+        await self.inner.flush()
+
+    async def _hang(self, verb: str) -> None:
+        if self.hung.is_set() and verb in self.verbs:
+            self.holding += 1
+            try:
+                await let_go([asyncio.ensure_future(self._answer())])
+            finally:
+                self.holding -= 1
+
+    async def _answer(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.deaf):
+                await self.answers.wait()
+
+
+async def publish(cache: AsyncCache, tokens: list[int], **terms: Any) -> int:
+    """A request that writes nothing into its pages. Returns how many tokens were cached."""
+    async with cache.lease(tokens, **terms) as lease:
+        await lease.loaded()
+        await lease.commit(tokens)
+        return lease.cached
+
+
+async def store_only(cache: AsyncCache, *texts: list[int], others: Sequence[int] = range(200, 216)) -> None:
+    """Have them in storage and nowhere else: as many ``others`` push them out of device and host."""
+    for tokens in texts:
+        await publish(cache, tokens)
+    await cache.flush()
+    for seed in others:
+        await publish(cache, text(10, seed=seed))
+    await cache.flush()

@@ -26,8 +26,13 @@ from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
     compute,
+    enter,
+    entering,
     fence_all,
+    free,
+    gate,
     holds,
+    on_the_host,
     opened,
     page_hashes,
     parts,
@@ -45,27 +50,9 @@ from tests.runtime.runtime_kit import (
 # fired.
 
 
-async def test_a_backup_waits_for_ready() -> None:
-    device = CpuDevice()
-    async with opened(settings(host=16), device=device) as cache:
-        tokens, ready = text(4), device.gate()
-        async with cache.lease(tokens) as lease:
-            await lease.commit(tokens, after=ready)
-            await turns()
-            assert (await cache.match(tokens)).device == 4 * PAGE
-            assert cache.statistics().stages["backup_host"].ops == 0
-            compute(cache, lease, tokens)  # the engine's kernel runs only now
-            ready.open()
-        await settled(cache)
-        await push_out(cache, 16)
-        assert await serve(cache, [*tokens, 1]) == 4 * PAGE
-    await device.aclose()
-
-
 async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
-    device = CpuDevice()
-    async with opened(settings(host=32, max_backup_ops=1), device=device) as cache:
-        earlier, ready = device.gate(), device.gate()
+    async with opened(settings(host=32, max_backup_ops=1)) as cache:
+        earlier, ready = gate(cache), gate(cache)
         first, second = text(2, seed=1), text(2, seed=2)
         async with cache.lease(first) as lease:
             compute(cache, lease, first)
@@ -83,13 +70,11 @@ async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
         await settled(cache)
         await push_out(cache, 16)
         assert await serve(cache, [*second, 1]) == 2 * PAGE
-    await device.aclose()
 
 
 async def test_a_private_copy_waits_for_ready() -> None:
-    device = CpuDevice()
-    async with opened(settings(mamba=8), device=device) as cache:
-        tokens, ready = text(2), device.gate()
+    async with opened(settings(mamba=8)) as cache:
+        tokens, ready = text(2), gate(cache)
         state = page_hashes(tokens)[-1]
         async with cache.lease(tokens) as lease:
             await lease.commit(tokens, after=ready, checkpoint=(2 * PAGE, int(lease.states[1])))
@@ -103,71 +88,82 @@ async def test_a_private_copy_waits_for_ready() -> None:
                 await loaded
                 assert other.cached == 2 * PAGE
                 assert holds(cache, "mamba", int(other.states[0]), state)
-    await device.aclose()
 
 
-async def test_released_pages_retire_until_the_engine_has_let_go() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8), device=device) as cache:
-        work = device.gate()
-        lease = await cache.lease(text(8)).__aenter__()
-        lease.release(after=work)
+@pytest.mark.parametrize("how", ["release", "commit"])
+async def test_released_pages_retire_until_the_engine_has_let_go(how: str) -> None:
+    async with opened(settings(device=8)) as cache:
+        work = gate(cache)
+        lease = await enter(cache, 2, new_tokens=6 * PAGE)
+        if how == "commit":
+            await lease.commit(text(2), after=work)
+        lease.release(after=work if how == "release" else None)
         await turns()
-        assert cache.statistics().device["full"].free == 0
-        waits = asyncio.create_task(cache.lease(text(1, seed=2)).__aenter__())
-        await turns()
-        assert not waits.done()
+        assert free(cache) == 0
+        if how == "release":  # of what was published one could be evicted
+            waits = entering(cache, 1, 2)
+            await turns()
+            assert not waits.done()
         work.open()
-        (await waits).release()
-        assert cache.statistics().device["full"].free == 8
-    await device.aclose()
+        if how == "release":
+            (await waits).release()
+        await until(lambda: free(cache) == (6 if how == "commit" else 8))
 
 
-async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8), device=device) as cache:
-        ready = device.gate()
-        async with cache.lease(text(2), new_tokens=6 * PAGE) as lease:
-            await lease.commit(text(2), after=ready)
-        await turns()
-        assert cache.statistics().device["full"].free == 0
-        ready.open()
-        await until(lambda: cache.statistics().device["full"].free == 6)
-    await device.aclose()
-
-
-async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_device() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=32), device=device) as cache:
-        await serve(cache, text(6, seed=1))
-        await settled(cache)
-        await serve(cache, text(6, seed=2))
-        await settled(cache)
-        reads = device.gate()
-        lease = await cache.lease(text(6, seed=2, extra=1)).__aenter__()
-        read = [int(slot) for slot in lease.pages[:6]]
-        hashes = page_hashes(text(6, seed=2))
-        lease.release(after=reads)
+@pytest.mark.parametrize("how", ["release", "adopt"])
+async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_device(how: str) -> None:
+    async with opened(settings(device=8, host=32)) as cache:
+        for seed in (1, 2):
+            await serve(cache, text(6, seed=seed))
+            await settled(cache)
+        reads, hashes = gate(cache), page_hashes(text(6, seed=2))
+        async with cache.lease(text(6, seed=2, extra=1)) as lease:
+            read = lease.pages[:6].tolist()
+            if how == "adopt":
+                await lease.commit(text(6, seed=2))
+                lease.adopt(after=reads)
+            else:
+                lease.release(after=reads)
         async with cache.lease(text(6, seed=1, extra=1)) as other:
             loaded = asyncio.create_task(other.loaded())
-            await turns(50)
+            await turns(20_000)  # without the fence it is there long before
             assert not loaded.done()
             assert all(holds(cache, "full", slot, page) for slot, page in zip(read, hashes, strict=True))
             reads.open()
             await loaded
             assert_cached_bytes(cache, other, text(6, seed=1))
-    await device.aclose()
+
+
+@pytest.mark.parametrize("how", ["adopt", "adopt later", "commit", "release"])
+async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
+    async with opened(settings(device=12)) as cache:
+        tokens, work = text(4), gate(cache)
+        async with cache.lease(tokens) as one, cache.lease(tokens) as two:
+            compute(cache, one, tokens)
+            compute(cache, two, tokens)
+            first = await one.commit(tokens)
+            assert (await two.commit(tokens)).tolist() == first.tolist()
+            await turns()
+            assert free(cache) == 4
+            if how == "commit":
+                await two.commit(tokens)
+            elif how == "release":
+                two.release()
+            else:
+                two.adopt(after=work if how == "adopt later" else None)
+            if how == "adopt later":
+                await turns()
+                assert free(cache) == 4
+                work.open()
+            await until(lambda: free(cache) == 8)
 
 
 @pytest.mark.parametrize("how", ["truncate", "advance"])
 async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str) -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=32, swa=8), device=device) as cache:
+    async with opened(settings(device=8, host=32, swa=8)) as cache:
         pools = ("full", "swa")
-        await serve(cache, text(2, seed=1), pools)
-        await settled(cache)
-        await push_out(cache, 8)
-        reads = device.gate()
+        await on_the_host(cache, text(2, seed=1), pools=pools)
+        reads = gate(cache)
         async with cache.lease(text(1), new_tokens=4 * PAGE) as lease:
             if how == "truncate":
                 lease.truncate(PAGE, after=reads)
@@ -181,43 +177,6 @@ async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str)
                 reads.open()
                 await loaded
                 assert_cached_bytes(cache, other, text(2, seed=1), pools)
-    await device.aclose()
-
-
-@pytest.mark.parametrize("how", ["adopt", "commit", "release"])
-async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
-    async with opened(settings(device=12)) as cache:
-        tokens = text(4)
-        async with cache.lease(tokens) as one, cache.lease(tokens) as two:
-            compute(cache, one, tokens)
-            compute(cache, two, tokens)
-            first = await one.commit(tokens)
-            second = await two.commit(tokens)
-            assert second.tolist() == first.tolist()
-            await turns()
-            assert cache.statistics().device["full"].free == 4
-            if how == "adopt":
-                two.adopt()
-            elif how == "commit":
-                await two.commit(tokens)
-            else:
-                two.release()
-            await until(lambda: cache.statistics().device["full"].free == 8)
-
-
-async def test_adopted_duplicates_wait_for_the_engines_last_use() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=12), device=device) as cache:
-        tokens, work = text(4), device.gate()
-        async with cache.lease(tokens) as one, cache.lease(tokens) as two:
-            await one.commit(tokens)
-            await two.commit(tokens)
-            two.adopt(after=work)
-            await turns()
-            assert cache.statistics().device["full"].free == 4
-            work.open()
-            await until(lambda: cache.statistics().device["full"].free == 8)
-    await device.aclose()
 
 
 async def test_a_commit_must_continue_what_the_lease_holds() -> None:
@@ -236,13 +195,10 @@ async def test_a_commit_must_continue_what_the_lease_holds() -> None:
 
 @pytest.mark.parametrize("how", ["commit", "release", "advance"])
 async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> None:
-    device = CpuDevice()
-    async with opened(settings(device=12, host=32, swa=12), device=device) as cache:
+    async with opened(settings(device=12, host=32, swa=12)) as cache:
         pools = ("full", "swa")
-        await serve(cache, text(3, seed=1), pools)
-        await settled(cache)
-        await push_out(cache, 12)
-        work = device.gate()
+        await on_the_host(cache, text(3, seed=1), pools=pools)
+        work = gate(cache)
         async with cache.lease(text(3, seed=2), new_tokens=PAGE) as lease:
             if how == "commit":
                 await lease.commit(text(3, seed=2), after=work)
@@ -256,19 +212,17 @@ async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> N
                 assert not work.done()
                 assert_cached_bytes(cache, other, text(3, seed=1), pools)
             work.open()
-    await device.aclose()
 
 
 async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_ready() -> None:
     """They are the tree's, and nobody's, while the engine may still write them: no call has named them since."""
-    device = CpuDevice()
     config = settings(device=16, host=64, swa=8, write_policy="write_through_selective")
-    async with opened(config, device=device) as cache:
+    async with opened(config) as cache:
         for _ in range(2):  # seen twice, it is worth a place on the host
             await serve(cache, text(2, seed=1), ("full", "swa"))
         await settled(cache)
         await push_out(cache, 8)
-        ready = device.gate()
+        ready = gate(cache)
         async with cache.lease(text(6, seed=2)) as lease:
             written = [slot for slot in lease.page_table("swa").tolist() if slot >= 0]
             await lease.commit(text(6, seed=2), after=ready)
@@ -282,14 +236,12 @@ async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_
                 ready.open()
                 await loaded
                 assert_cached_bytes(cache, other, text(2, seed=1), ("swa",))
-    await device.aclose()
 
 
 @pytest.mark.parametrize("what", ["load", "clone"])
 async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it(what: str) -> None:
     """An engine on the host may compute its layers as they come, and fire ``ready`` after that."""
-    device = CpuDevice()
-    async with opened(settings(device=16, host=32, mamba=8 if what == "clone" else 0), device=device) as cache:
+    async with opened(settings(device=16, host=32, mamba=8 if what == "clone" else 0)) as cache:
         async with cache.lease(text(2, seed=1)) as lease:
             compute(cache, lease, text(2, seed=1))
             checkpoint = (2 * PAGE, int(lease.states[1])) if what == "clone" else None
@@ -297,7 +249,7 @@ async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it
         await settled(cache)
         if what == "load":
             await push_out(cache, 16)
-        ready, tokens = device.gate(), text(2, seed=1, extra=1) + text(3, seed=2)
+        ready, tokens = gate(cache), text(2, seed=1, extra=1) + text(3, seed=2)
 
         async def engine(lease: Lease) -> None:
             await asyncio.gather(*(lease.layer(layer) for layer in range(LAYERS)))
@@ -310,17 +262,12 @@ async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it
             async with asyncio.timeout(60):
                 await lease.commit(tokens, after=ready)
             await computing
-    await device.aclose()
 
 
 async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=12, host=64), device=device) as cache:
-        for seed in (1, 2):
-            await serve(cache, text(3, seed=seed))
-            await settled(cache)
-        await push_out(cache, 12)
-        first, ready = device.gate(), device.gate()
+    async with opened(settings(device=12, host=64)) as cache:
+        await on_the_host(cache, text(3, seed=1), text(3, seed=2))
+        first, ready = gate(cache), gate(cache)
         fences = parts(cache).batches.fences
         fence_all(cache, first)
         async with cache.lease(text(3, seed=1, extra=1)) as one:
@@ -338,28 +285,6 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
                 ready.open()
                 await committing
             await one.loaded()
-    await device.aclose()
-
-
-async def test_what_adopt_names_stands_before_loads_too() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=32), device=device) as cache:
-        for seed in (1, 2):
-            await serve(cache, text(6, seed=seed))
-            await settled(cache)
-        work = device.gate()
-        async with cache.lease(text(6, seed=2, extra=1)) as lease:
-            read, hashes = lease.pages[:6].tolist(), page_hashes(text(6, seed=2))
-            await lease.commit(text(6, seed=2))
-            lease.adopt(after=work)
-        async with cache.lease(text(6, seed=1, extra=1)) as other:
-            loaded = asyncio.create_task(other.loaded())
-            await turns(20_000)  # without the fence it is there long before
-            assert not loaded.done()
-            assert all(holds(cache, "full", slot, page) for slot, page in zip(read, hashes, strict=True))
-            work.open()
-            await loaded
-    await device.aclose()
 
 
 @pytest.mark.parametrize("last", range(3))
@@ -406,48 +331,6 @@ class Told:
 
 def table(slots: Sequence[int]) -> bytes:
     return np.array(slots, np.int32).tobytes()
-
-
-def test_only_the_slots_of_an_event_wait_for_it() -> None:
-    fences, one, two = Fences(SLOTS), Told(), Told()
-    fences.add(one, {FULL: table([1, 2, -1]), SWA: table([-1, 3])})
-    fences.add(two, {FULL: table([2, 5])})
-    assert fences.before([(FULL, table([0, 3, 23]))]) == []
-    assert fences.before([(FULL, table([1]))]) == [one]
-    assert fences.before([(FULL, table([5]))]) == [two]
-    assert fences.before([(FULL, table([2]))]) == [one, two]
-    assert fences.before([(SWA, table([3]))]) == [one]
-    assert fences.before([(SWA, table([2, 5]))]) == []
-    one.fired = True
-    assert fences.before([(FULL, table([1, 2]))]) == [two]
-    two.fired = True
-    assert fences.before([(FULL, table(range(24)))]) == []
-    assert len(fences) == 0
-
-
-def test_an_event_that_has_fired_stands_before_nothing() -> None:
-    fences, one = Fences(SLOTS), Told()
-    one.fired = True
-    fences.add(one, {FULL: table([1])})
-    assert len(fences) == 0
-
-
-def test_one_event_for_many_leases_is_one() -> None:
-    """All requests of an iteration name the same event, and share pages."""
-    fences, one = Fences(SLOTS), Told()
-    for own in range(20):
-        fences.add(one, {FULL: table([0, 1, 2, own])})
-    assert fences.before([(FULL, table(range(24)))]) == [one]
-    assert len(fences) <= 20
-
-
-def test_what_has_fired_is_forgotten() -> None:
-    fences = Fences(SLOTS)
-    for _ in range(3 * SWEEP):
-        event = Told()
-        fences.add(event, {FULL: table([0, 1]), SWA: table([2])})
-        event.fired = True
-    assert len(fences) == 1
 
 
 def test_behind_one_that_lasts_the_others_are_forgotten() -> None:
@@ -540,70 +423,47 @@ FOREIGN: list[Callable[[], object]] = [
 ]  # fmt: skip
 
 
-async def _release(lease: Lease, event: Any) -> None:
-    lease.release(after=event)
+CALLS: dict[str, Callable[[Lease, Any], Awaitable[object] | None]] = {
+    "release": lambda lease, event: lease.release(after=event),
+    "advance": lambda lease, event: lease.advance(3 * PAGE, after=event),
+    "truncate": lambda lease, event: lease.truncate(3 * PAGE, after=event),
+    "adopt": lambda lease, event: lease.adopt(after=event),
+    "commit": lambda lease, event: lease.commit(text(3), after=event),
+}
 
 
-async def _advance(lease: Lease, event: Any) -> None:
-    lease.advance(3 * PAGE, after=event)
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_foreign_event_is_refused_before_anything_changes(name: str) -> None:
+    async def call(lease: Lease, event: object) -> None:
+        if (work := CALLS[name](lease, event)) is not None:
+            await work
 
-
-async def _truncate(lease: Lease, event: Any) -> None:
-    lease.truncate(3 * PAGE, after=event)
-
-
-async def _adopt(lease: Lease, event: Any) -> None:
-    lease.adopt(after=event)
-
-
-async def _commit(lease: Lease, event: Any) -> None:
-    await lease.commit(text(3), after=event)
-
-
-CALLS = [_release, _advance, _truncate, _adopt, _commit]
-
-
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__[1:])
-async def test_a_foreign_event_is_refused_before_anything_changes(
-    call: Callable[[Lease, Any], Awaitable[None]],
-) -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=16, swa=8), device=device) as cache:
+    async with opened(settings(device=8, host=16, swa=8)) as cache:
         lease = await cache.lease(text(3), new_tokens=PAGE).__aenter__()
         compute(cache, lease, text(3), ("full", "swa"))
         await lease.commit(text(2))
         before = lease.pages.tolist(), lease.page_table("swa").tolist(), repr(lease)
         for make in FOREIGN:
             event = make()
-            with pytest.raises(ConfigError, match=rf"^{call.__name__[1:]}: (after|ready): ") as told:
+            with pytest.raises(ConfigError, match=rf"^{name}: (after|ready): ") as told:
                 await call(lease, event)
             assert repr(event) in str(told.value)
             await turns()
             assert (lease.pages.tolist(), lease.page_table("swa").tolist(), repr(lease)) == before
         assert not len(parts(cache).batches.fences), "a refused event became a fence"
-        gate = device.gate()
-        await call(lease, gate)
-        gate.open()
+        event = gate(cache)
+        await call(lease, event)
+        event.open()
         lease.release()
         await until(lambda: not len(parts(cache).driver.ops))
         await settled(cache)
         await serve(cache, text(3, seed=1), ("full", "swa"))
-    await device.aclose()
-
-
-async def test_a_released_lease_refuses_nothing_and_an_unused_one_needs_no_event() -> None:
-    async with opened(settings(device=8)) as cache:
-        lease = await cache.lease(text(2)).__aenter__()
-        lease.release(after=None)
-        lease.release(after=None)
-        assert cache.statistics().device["full"].free == 8
 
 
 # A batch that fails after a commit named it: nothing of it is served, saved or announced; who holds some of it learns
 # of it. ``commit`` checks its tokens when it publishes them, not only when it is called.
 
 
-POOLS = ("full", "swa")
 ERROR = RuntimeError("out of memory")
 
 
@@ -635,10 +495,9 @@ async def idle(cache: AsyncCache) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"swa": 8}, {"mamba": 8}, {"swa": 8, "mamba": 8}], ids=str)
 async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, int]) -> None:
-    device = CpuDevice()
     config = settings(device=16, host=32, storage="memory:", **more)
-    async with opened(config, device=device) as cache:
-        ready, tokens = device.gate(), text(4)
+    async with opened(config) as cache:
+        ready, tokens = gate(cache), text(4)
         await published(cache, tokens, ready)
         assert (await cache.match([*tokens, 1])).device == 4 * PAGE
         await fail(cache, ready)
@@ -649,7 +508,6 @@ async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, int]) ->
         async with cache.lease([*tokens, 1]) as lease:
             assert lease.cached == 0
         assert await cache.flush() == (0, 0)
-    await device.aclose()
 
 
 def pages(heard: list[Notice]) -> list[Publish]:
@@ -657,10 +515,9 @@ def pages(heard: list[Notice]) -> list[Publish]:
 
 
 async def test_what_was_announced_is_withdrawn_and_nothing_more_is_announced() -> None:
-    device, heard = CpuDevice(), list[Notice]()
-    config = settings(device=16, host=32, storage="memory:")
-    async with opened(config, device=device, on_event=heard.append) as cache:
-        ready, tokens = device.gate(), text(4)
+    heard = list[Notice]()
+    async with opened(settings(device=16, host=32, storage="memory:"), on_event=heard.append) as cache:
+        ready, tokens = gate(cache), text(4)
         await published(cache, tokens, ready)
         await turns()
         assert [(event.medium, event.stored) for event in pages(heard)] == [(Medium.GPU, True)]
@@ -670,13 +527,11 @@ async def test_what_was_announced_is_withdrawn_and_nothing_more_is_announced() -
         there, gone = pages(heard)
         assert (gone.medium, gone.stored, gone.hashes) == (Medium.GPU, False, there.hashes)
         assert not any(isinstance(event, StorageReport) and event.keys for event in heard)
-    await device.aclose()
 
 
 async def test_who_matched_pages_of_a_failed_batch_learns_of_it_and_keeps_them() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=16), device=device) as cache:
-        ready, tokens = device.gate(), text(4)
+    async with opened(settings(device=8, host=16)) as cache:
+        ready, tokens = gate(cache), text(4)
         await published(cache, tokens, ready)
         longer = text(5)
         async with cache.lease(longer) as lease:
@@ -695,7 +550,6 @@ async def test_who_matched_pages_of_a_failed_batch_learns_of_it_and_keeps_them()
                 assert not set(other.pages.tolist()) & set(held), "nothing that it holds is given to others"
         assert await serve(cache, longer) == 0
         assert await serve(cache, [*longer, 1]) == 5 * PAGE
-    await device.aclose()
 
 
 async def fail_and_wait_until_told(cache: AsyncCache, ready: HostGate) -> None:
@@ -705,10 +559,9 @@ async def fail_and_wait_until_told(cache: AsyncCache, ready: HostGate) -> None:
 
 async def test_what_was_committed_below_a_failed_batch_leaves_with_it() -> None:
     """By a request that matched half of it, so that a node was split, and whose own batch ran well."""
-    device = CpuDevice()
-    async with opened(settings(device=32, host=32, storage="memory:"), device=device) as cache:
+    async with opened(settings(device=32, host=32, storage="memory:")) as cache:
         await serve(cache, text(1))
-        ready, well = device.gate(), device.gate()
+        ready, well = gate(cache), gate(cache)
         await published(cache, text(4), ready)
         fork = [*text(3), *text(2, seed=7)]
         async with cache.lease(fork) as lease:
@@ -721,33 +574,12 @@ async def test_what_was_committed_below_a_failed_batch_leaves_with_it() -> None:
         assert (await cache.match(text(4, extra=1))).host == PAGE
         await cache.flush()
         assert cache.statistics().storage["pages"] == 1
-    await device.aclose()
-
-
-async def test_a_lease_publishes_nothing_more_after_one_of_its_batches_has_failed() -> None:
-    """Not even the pages of a batch that ran: they rest on what the first one did not compute."""
-    device = CpuDevice()
-    async with opened(settings(device=16, host=16), device=device) as cache:
-        first, second = device.gate(), device.gate()
-        tokens = text(4)
-        async with cache.lease(tokens) as lease:
-            await lease.commit(tokens[: 2 * PAGE], after=first)
-            await lease.commit(tokens, after=second)
-            second.open()
-            first.fire(ERROR)
-            with pytest.raises(LoadFailed):
-                await lease.commit(tokens)
-            lease.release(after=second)
-        await idle(cache)
-        assert (await cache.match([*tokens, 1])).host == 0
-    await device.aclose()
 
 
 async def test_a_commit_that_names_a_batch_which_has_failed_already_publishes_nothing() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=16, host=16), device=device) as cache:
+    async with opened(settings(device=16, host=16)) as cache:
         await serve(cache, text(2))
-        tokens, ready = text(4), device.gate()
+        tokens, ready = text(4), gate(cache)
         ready.fire(ERROR)
         async with cache.lease(tokens) as lease:
             with pytest.raises(LoadFailed) as caught:
@@ -756,27 +588,23 @@ async def test_a_commit_that_names_a_batch_which_has_failed_already_publishes_no
             with pytest.raises(LoadFailed):
                 await lease.commit(tokens)
         assert (await cache.match([*tokens, 1])).host == 2 * PAGE
-    await device.aclose()
 
 
 async def test_who_has_seen_a_batch_fail_finds_nothing_of_it() -> None:
     """In the same turn of the loop: no task of the cache has run since."""
-    device = CpuDevice()
-    async with opened(settings(device=16), device=device) as cache:
-        ready, tokens = device.gate(), text(4)
+    async with opened(settings(device=16)) as cache:
+        ready, tokens = gate(cache), text(4)
         await published(cache, tokens, ready)
         ready.fire(ERROR)
         async with cache.lease([*tokens, 1]) as lease:
             assert lease.cached == 0
         await idle(cache)
-    await device.aclose()
 
 
 async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_expected_of_its_end() -> None:
     """Without a host its pages are evicted as ever; and a request that cannot be served is refused at once."""
-    device = CpuDevice()
-    async with opened(settings(device=8), device=device) as cache:
-        ready = device.gate()
+    async with opened(settings(device=8)) as cache:
+        ready = gate(cache)
         async with cache.lease(text(4)) as lease:
             await lease.commit(text(4), after=ready)
         assert not cache._opened().holders
@@ -785,15 +613,12 @@ async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_exp
                 assert other.pages.size == 8
         ready.open()
         await idle(cache)
-    await device.aclose()
 
 
 @pytest.mark.parametrize("deadline", [0.0, 5.0])
 async def test_a_batch_that_fails_while_the_cache_closes_saves_nothing(deadline: float) -> None:
-    device = CpuDevice()
-    cache = AsyncCache(settings(device=16, host=32, storage="memory:"), device=device)
-    async with cache:
-        ready, tokens = device.gate(), text(4)
+    async with opened(settings(device=16, host=32, storage="memory:"), idle=False) as cache:
+        ready, tokens = gate(cache), text(4)
         await serve(cache, text(1, seed=5))
         await published(cache, tokens, ready)
         closing = asyncio.create_task(cache.aclose(deadline))
@@ -806,56 +631,13 @@ async def test_a_batch_that_fails_while_the_cache_closes_saves_nothing(deadline:
         if deadline:
             assert (report.unsaved_host, report.unsaved_storage) == (0, 0)
             assert core.statistics().nodes == 1
-    await device.aclose()
 
 
 async def test_a_batch_that_never_ends_does_not_keep_the_cache_open() -> None:
-    device = CpuDevice()
-    cache = AsyncCache(settings(device=16), device=device)
-    async with cache:
-        await published(cache, text(4), device.gate())
+    async with opened(settings(device=16), idle=False) as cache:
+        await published(cache, text(4), gate(cache))
         async with asyncio.timeout(5):
             await cache.aclose(0.0)
-    await device.aclose()
-
-
-async def test_a_cancelled_commit_of_a_batch_that_fails_leaves_nothing() -> None:
-    """Whether it was cancelled before it took the lock or not."""
-    device = CpuDevice()
-    async with opened(settings(device=16, host=16), device=device) as cache:
-        for steps in range(4):
-            ready, tokens = device.gate(), text(4, seed=steps)
-            async with cache.lease(tokens) as lease:
-                committing = asyncio.create_task(lease.commit(tokens, after=ready))
-                await turns(steps)
-                committing.cancel()
-                await asyncio.wait([committing])
-                ready.fire(ERROR)
-                lease.release(after=ready)
-            await idle(cache)
-            assert (await cache.match([*tokens, 1])).host == 0
-    await device.aclose()
-
-
-async def test_pages_that_the_host_had_of_a_failed_batch_are_right_when_they_are_served() -> None:
-    """The commit took them over on the device, where they were lacking; what is served later is not from there."""
-    device = CpuDevice()
-    async with opened(settings(device=8, host=32), device=device) as cache:
-        tokens = text(4)
-        await serve(cache, tokens)
-        await settled(cache)
-        await push_out(cache, 8)
-        assert (await cache.match([*tokens, 1])).device == 0
-        ready = device.gate()
-        lease = cache.lease(tokens)
-        lease._ask = lease._ask._replace(load=False)  # as if there were no room to load them
-        async with lease:
-            assert lease.cached == 0
-            await lease.commit(tokens, after=ready)
-            lease.release(after=ready)
-        await fail(cache, ready)
-        assert await serve(cache, [*tokens, 1]) in (0, 4 * PAGE)
-    await device.aclose()
 
 
 async def test_of_two_commits_at_once_that_go_on_differently_the_second_is_refused() -> None:

@@ -21,11 +21,21 @@ from asynccache.config import wasted
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig, WritePolicy
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.explain import Where
-from asynccache.runtime.lookups import LookupStats, Miss
+from asynccache.runtime.lookups import LookupStats
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, settled, text, turns, until
-from tests.runtime.test_prefetching import HeldBackend
+from tests.runtime.runtime_kit import (
+    PAGE,
+    HeldBackend,
+    opened,
+    parts,
+    serve,
+    settings,
+    settled,
+    text,
+    turns,
+    until,
+)
 
 # ``cache.explain``: over all tiers, with what the store says, and nothing changed by asking.
 
@@ -53,7 +63,6 @@ async def test_a_prompt_over_three_tiers() -> None:
         found = await cache.explain(text(8))
         assert (found.host, found.storage, found.fetch) == (0, 16, "up to 16")
         assert "was in storage then" in found.why
-    await backend.aclose()
 
 
 async def test_what_storage_has_is_not_fetched_where_it_is_less_than_the_threshold() -> None:
@@ -66,7 +75,6 @@ async def test_what_storage_has_is_not_fetched_where_it_is_less_than_the_thresho
         found = (await cache.explain(text(8))).fetch
         assert found == "nothing: storage has 16 tokens of what is missing, less than prefetch_threshold=20"
         assert (await cache.prefetch(text(8))).tokens == 0
-    await backend.aclose()
 
 
 async def test_what_a_prefetch_is_said_to_fetch_is_what_it_fetches() -> None:
@@ -82,7 +90,6 @@ async def test_what_a_prefetch_is_said_to_fetch_is_what_it_fetches() -> None:
         found = await cache.explain(text(4))
         assert (found.fetch, found.storage) == ("up to 12", 16)
         assert (await cache.prefetch(text(4))).tokens == 12
-    await backend.aclose()
 
 
 async def test_asking_keeps_nothing_warm() -> None:
@@ -115,7 +122,6 @@ async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
         found = await cache.explain(text(4))
         assert [span.where for span in found.spans] == [Where.UNKNOWN]
         assert found.fetch == "storage does not answer"
-    await backend.aclose()
 
 
 async def test_it_can_be_read_and_sent() -> None:
@@ -318,32 +324,34 @@ def prompt(pages: int, seed: int = 0) -> list[int]:
     return text(pages, seed=seed, extra=1)
 
 
-async def test_what_was_never_here_and_what_is() -> None:
-    async with opened(settings()) as cache:
-        await serve(cache, prompt(4))
-        assert missed(cache) == {"never_stored": 4 * PAGE}
-        await serve(cache, prompt(4))
-        assert missed(cache) == {"never_stored": 4 * PAGE}
-        found = stats(cache)
-        assert (found.requests, found.tokens) == (2, 8 * PAGE)
-        assert dict(found.hits) == {"device": 4 * PAGE, "host": 0, "storage": 0}
-        assert found.missed_requests["never_stored"] == 1
+SMALL = {"device": 6, "host": 6}
 
 
-async def test_evicted_from_the_device() -> None:
-    async with opened(settings(device=6)) as cache:
-        await serve(cache, prompt(4))
-        await serve(cache, prompt(4, seed=1))
-        await serve(cache, prompt(4))
-        assert missed(cache) == {"never_stored": 8 * PAGE, "evicted_device": 4 * PAGE}
-
-
-async def test_evicted_from_the_host() -> None:
-    async with opened(settings(device=6, host=6)) as cache:
-        for seed in (0, 1, 2, 3, 0):
+@pytest.mark.parametrize(
+    ("terms", "seeds", "misses"),
+    [
+        ({}, (0, 0), {"never_stored": 4}),
+        ({"device": 6}, (0, 1, 0), {"never_stored": 8, "evicted_device": 4}),
+        (SMALL, (0, 1, 2, 3, 0), {"never_stored": 16, "evicted_host": 4}),
+        ({"mamba": 8}, (0, 0), {"never_stored": 4, "no_state": 4}),
+        (SMALL | {"storage": "memory:", "prefetch_quota": 1.0}, (0, 1, 2, 0), {"never_stored": 12}),
+        (SMALL | {"storage": "memory:", "prefetch_quota": 0.5}, (0, 1, 2, 0), {"never_stored": 12, "no_host_room": 1}),
+        (SMALL | {"storage": "memory:", "prefetch_threshold": 100}, (0, 1, 2, 0),
+         {"never_stored": 12, "prefetch_too_short": 4}),
+    ],
+    ids=["never here", "evicted from the device", "evicted from the host", "no state", "a hit of storage",
+         "the quota of the host", "too short to be fetched"],
+)  # fmt: skip
+async def test_each_reason_of_a_miss(terms: dict[str, Any], seeds: Sequence[int], misses: dict[str, int]) -> None:
+    async with opened(settings(**terms)) as cache:
+        for seed in seeds:
             await serve(cache, prompt(4, seed=seed))
             await settled(cache)
-        assert missed(cache) == {"never_stored": 16 * PAGE, "evicted_host": 4 * PAGE}
+        assert missed(cache) == {reason: pages * PAGE for reason, pages in misses.items()}
+        found = stats(cache)
+        assert (found.requests, found.tokens) == (len(seeds), 4 * PAGE * len(seeds))
+        assert found.hits["storage"] == (4 - misses.get("no_host_room", 0)) * PAGE * ("prefetch_quota" in terms)
+        assert found.missed_requests["never_stored"] == len(set(seeds))
 
 
 async def fill_and_push_out(cache: AsyncCache) -> None:
@@ -367,25 +375,6 @@ async def test_what_storage_did_not_give(trouble: str, reason: str) -> None:
         after = missed(cache)
         assert {name: tokens - before.get(name, 0) for name, tokens in after.items()} == {"never_stored": 0, reason: 16}
         setattr(backend, trouble, False)
-    await backend.aclose()
-
-
-async def test_what_storage_gives_is_a_hit_of_its_own() -> None:
-    backend = MemoryBackend()
-    async with opened(settings(device=6, host=6, prefetch_quota=1.0), storage=backend) as cache:
-        await fill_and_push_out(cache)
-        assert await serve(cache, prompt(4)) == 4 * PAGE
-        assert stats(cache).hits["storage"] == 4 * PAGE
-    await backend.aclose()
-
-
-async def test_what_the_quota_of_the_host_leaves_out() -> None:
-    backend = MemoryBackend()
-    async with opened(settings(device=6, host=6, prefetch_quota=0.5), storage=backend) as cache:
-        await fill_and_push_out(cache)
-        assert await serve(cache, prompt(4)) == 3 * PAGE
-        assert missed(cache)["no_host_room"] == PAGE
-    await backend.aclose()
 
 
 async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> None:
@@ -401,16 +390,6 @@ async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> Non
     async with opened(small, storage=backend) as cache:
         assert await serve(cache, prompt(4), pools=("full", "swa")) == PAGE
         assert missed(cache) == {"no_host_room": 3 * PAGE}
-    await backend.aclose()
-
-
-async def test_too_short_to_be_fetched() -> None:
-    backend = MemoryBackend()
-    async with opened(settings(device=6, host=6, prefetch_threshold=100), storage=backend) as cache:
-        await fill_and_push_out(cache)
-        await serve(cache, prompt(4))
-        assert missed(cache) == {"never_stored": 12 * PAGE, "prefetch_too_short": 4 * PAGE}
-    await backend.aclose()
 
 
 async def test_too_late() -> None:
@@ -426,18 +405,6 @@ async def test_too_late() -> None:
         backend.let()
         (await entering).release()
         assert missed(cache)["prefetch_too_late"] == 4 * PAGE
-    await backend.aclose()
-
-
-async def test_no_state_was_kept() -> None:
-    async with opened(settings(mamba=8)) as cache:
-        await serve(cache, prompt(4))
-        await serve(cache, prompt(4))
-        assert missed(cache) == {"never_stored": 4 * PAGE, "no_state": 4 * PAGE}
-
-
-def test_every_reason_has_a_name_of_its_own() -> None:
-    assert len({reason.name for reason in Miss}) == len(Miss) == 12
 
 
 async def test_what_a_prefetch_has_brought_counts_once_however_many_leases_come_with_it() -> None:
@@ -458,7 +425,6 @@ async def test_what_a_prefetch_has_brought_counts_once_however_many_leases_come_
         assert (found.hits["storage"], found.tokens) == (4 * PAGE, 4 * 4 * PAGE)
         for lease in (*leases, late):
             lease.release()
-    await backend.aclose()
 
 
 # Spans of tracing, with OpenTelemetry's own tracer: what a request waited for stands under the request.
@@ -473,7 +439,7 @@ async def test_what_a_request_waits_for_stands_under_the_request(tmp_path: Path)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     start = provider.get_tracer("engine").start_as_current_span
     config = CacheConfig(model="m", components=(SMALL_FULL,), storage=f"file:{tmp_path}?capacity=64MiB")
-    for _ in range(2):  # the second cache finds what the first has stored
+    for life in (1, 2):  # the second cache finds what the first has stored
         exporter.clear()
         async with AsyncCache(config, span=start) as cache:
             with start("request") as request:
@@ -482,6 +448,8 @@ async def test_what_a_request_waits_for_stands_under_the_request(tmp_path: Path)
                     await lease.commit(PROMPT)
             assert lease.hits.storage in (0, 496)
             await cache.flush()
+        writes = [span for span in exporter.get_finished_spans() if span.name == "asynccache.backup_storage"]
+        assert [span.parent for span in writes] == [None] * len(writes) != ([] if life == 1 else None)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert set(spans) == {"request", "asynccache.lease", "asynccache.prefetch", "asynccache.load"}
     parents = {name: span.parent and span.parent.span_id for name, span in spans.items()}
@@ -493,20 +461,6 @@ async def test_what_a_request_waits_for_stands_under_the_request(tmp_path: Path)
         "asynccache.tokens": 500, "asynccache.status": "complete",
     }  # fmt: skip
     assert dict(spans["asynccache.load"].attributes or {}) == {"asynccache.tokens": 496}
-
-
-async def test_writes_to_stores_have_spans_of_their_own(tmp_path: Path) -> None:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    config = CacheConfig(model="m", components=(SMALL_FULL,), storage=f"file:{tmp_path}?capacity=64MiB")
-    async with AsyncCache(config, span=provider.get_tracer("engine").start_as_current_span) as cache:
-        async with cache.lease(PROMPT) as lease:
-            await lease.commit(PROMPT)
-        await cache.flush()
-    writes = [span for span in exporter.get_finished_spans() if span.name == "asynccache.backup_storage"]
-    assert writes
-    assert all(span.parent is None for span in writes)
 
 
 def test_a_span_that_is_no_function_is_refused() -> None:

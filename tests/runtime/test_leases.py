@@ -24,18 +24,14 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import (
     AsyncCache,
     CacheClosed,
-    CacheConfig,
     CacheFull,
     ConfigError,
-    Full,
     Lease,
-    LoadFailed,
     PrefetchHandle,
 )
-from asynccache.hashes import extend_chain, namespace_digest
+from asynccache.hashes import namespace_digest
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.host_copies import Fates, Faults
-from asynccache.runtime import tokens as tokens_module
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime.core_calls import acquire, holding
 from asynccache.runtime.tokens import Chain, as_key
 from tests.runtime.runtime_kit import (
@@ -43,11 +39,12 @@ from tests.runtime.runtime_kit import (
     PAGE,
     compute,
     fence_all,
-    local,
+    free,
+    gate,
+    on_the_host,
     opened,
     page_hashes,
     parts,
-    push_out,
     serve,
     settings,
     settled,
@@ -68,10 +65,6 @@ def _drop(things: list[asyncio.Task[None]]) -> None:
     gc.collect()
 
 
-def free(cache: AsyncCache) -> int:
-    return cache.statistics().device["full"].free
-
-
 async def test_a_dropped_lease_gives_its_pages_back_and_names_its_place() -> None:
     async with opened(settings(device=8)) as cache:
         frame = sys._getframe()
@@ -83,17 +76,6 @@ async def test_a_dropped_lease_gives_its_pages_back_and_names_its_place() -> Non
         await turns()
         assert free(cache) == 8
         assert cache.statistics().leases == 0
-
-
-async def test_whoever_waits_for_the_dropped_pages_gets_them() -> None:
-    async with opened(settings(device=8)) as cache:
-        lease = await cache.lease(text(8)).__aenter__()
-        waits = asyncio.create_task(cache.lease(text(1, seed=2)).__aenter__())
-        await turns()
-        assert not waits.done()
-        with pytest.warns(ResourceWarning):
-            del lease
-        (await waits).release()
 
 
 async def test_a_task_that_failed_with_its_lease_keeps_nothing_alive() -> None:
@@ -115,9 +97,8 @@ async def test_a_task_that_failed_with_its_lease_keeps_nothing_alive() -> None:
 
 
 async def test_dropped_pages_wait_for_the_events_that_the_lease_has_been_told() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8), device=device) as cache:
-        ready = device.gate()
+    async with opened(settings(device=8)) as cache:
+        ready = gate(cache)
         lease = await cache.lease(text(2), new_tokens=6 * PAGE).__aenter__()
         compute(cache, lease, text(2))
         await lease.commit(text(2), after=ready)
@@ -129,7 +110,6 @@ async def test_dropped_pages_wait_for_the_events_that_the_lease_has_been_told() 
         ready.open()
         await until(lambda: free(cache) == 6)
         assert await serve(cache, [*text(2), 1]) == 2 * PAGE
-    await device.aclose()
 
 
 @pytest.mark.source
@@ -191,15 +171,6 @@ async def test_a_lease_that_holds_nothing_says_nothing(how: str) -> None:
         gc.collect()
 
 
-async def test_a_held_lease_still_keeps_its_task_from_waiting_for_another() -> None:
-    async with opened(settings(device=8)) as cache:
-        async with cache.lease(text(8)):
-            with pytest.raises(RuntimeError, match="this task holds a lease"):
-                await cache.lease(text(1, seed=2)).__aenter__()
-        await settled(cache)
-        await serve(cache, text(1, seed=2))
-
-
 async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other() -> None:
     """Nobody is there to give anything back, and nothing is said."""
     ended = asyncio.new_event_loop()
@@ -245,7 +216,6 @@ async def _found(cache: AsyncCache, handle: PrefetchHandle | None, namespace: st
         return lease.cached
 
 
-@pytest.mark.parametrize("swa", [0, 2 * PAGES], ids=["full", "full+swa"])
 @pytest.mark.parametrize(
     ("what", "make"),
     [("other tokens", lambda cache: cache.prefetch(text(PAGES, seed=1))),
@@ -256,9 +226,9 @@ async def _found(cache: AsyncCache, handle: PrefetchHandle | None, namespace: st
     ids=["another prompt", "a short one", "a fork", "of a", "of bytes"],
 )  # fmt: skip
 async def test_a_handle_that_cannot_be_of_use_is_refused_by_name(
-    what: str, make: Callable[[AsyncCache], PrefetchHandle], swa: int
+    what: str, make: Callable[[AsyncCache], PrefetchHandle]
 ) -> None:
-    async with opened(settings(2 * PAGES, host=2 * PAGES, swa=swa, storage="memory:")) as cache:
+    async with opened(settings(2 * PAGES, host=2 * PAGES, swa=2 * PAGES, storage="memory:")) as cache:
         handle = make(cache)
         with pytest.raises(ConfigError, match=f"^prefetch=PrefetchHandle.* is a handle of {what}"):
             cache.lease(PROMPT, prefetch=handle)
@@ -266,11 +236,6 @@ async def test_a_handle_that_cannot_be_of_use_is_refused_by_name(
         await handle
         async with cache.lease(PROMPT) as lease:
             assert lease.cached == 0
-
-
-async def test_without_the_handle_all_is_found(tmp_path: Path) -> None:
-    async with stored(tmp_path) as cache:
-        assert await _found(cache, None) == PAGES * PAGE
 
 
 @pytest.mark.parametrize("awaited", [False, True])
@@ -294,18 +259,6 @@ async def test_a_handle_that_has_had_its_lease_counts_as_none(tmp_path: Path) ->
             await cache.flush()
         assert (await cache.match(PROMPT)).host < PAGES * PAGE
         assert await _found(cache, handle) == PAGES * PAGE
-
-
-async def test_a_handle_that_a_lease_was_refused_with_still_counts(tmp_path: Path) -> None:
-    async with stored(tmp_path) as cache:
-        handle = cache.prefetch(PROMPT)
-        await handle
-        async with cache.lease(text(2 * PAGES, seed=9)):
-            with pytest.raises(CacheFull):
-                await cache.lease(PROMPT, prefetch=handle, wait=False).__aenter__()
-        assert cache.statistics().prefetches["complete"] == 1
-        assert await _found(cache, handle) == PAGES * PAGE
-        assert cache.statistics().prefetches["complete"] == 1, "no second prefetch of the same pages"
 
 
 async def test_a_handle_of_a_namespace_that_was_invalidated_counts_as_none(tmp_path: Path) -> None:
@@ -354,11 +307,10 @@ async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
 async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -> None:
     """Both are handed over, as by a thread. The commit has not begun when the release runs: it publishes nothing, and
     nobody gets the pages that the engine still writes."""
-    device = CpuDevice()
-    async with opened(settings(8), device=device) as cache:
-        tokens, loop, gate = text(4), asyncio.get_running_loop(), device.gate()
+    async with opened(settings(8)) as cache:
+        tokens, loop, event = text(4), asyncio.get_running_loop(), gate(cache)
         lease = await cache.lease(tokens).__aenter__()
-        future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, after=gate), loop)
+        future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, after=event), loop)
         loop.call_soon_threadsafe(lease.release)  # it runs before the first step of the commit's task
         with pytest.raises(RuntimeError, match="the lease is released"):
             await asyncio.wrap_future(future)
@@ -366,36 +318,8 @@ async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -
         assert cache.statistics().leases == 0
         assert cache.statistics().device["full"].free == 4, "the engine still writes into the pages of the lease"
         assert (await cache.match(tokens)).device == 0
-        gate.open()
+        event.open()
         await until(lambda: cache.statistics().device["full"].free == 8)
-    await device.aclose()
-
-
-async def test_a_commit_that_nobody_awaits_does_not_free_the_pages_that_its_event_guards() -> None:
-    device = CpuDevice()
-    async with opened(settings(8), device=device) as cache:
-        gate = device.gate()
-        async with cache.lease(text(4)) as lease:
-            lease.commit(text(4), after=gate).close()
-        await turns()
-        assert cache.statistics().device["full"].free == 4
-        gate.open()
-        await until(lambda: cache.statistics().device["full"].free == 8)
-    await device.aclose()
-
-
-async def test_a_release_during_a_commit_lets_it_publish_nothing() -> None:
-    async with opened(settings()) as cache:
-        tokens = text(2)
-        lease = await cache.lease(tokens).__aenter__()
-        compute(cache, lease, tokens)
-        async with holding(parts(cache).driver.lock):
-            committing = asyncio.ensure_future(lease.commit(tokens))
-            await turns()
-            lease.release()
-        with pytest.raises(RuntimeError, match="the lease is released"):
-            await committing
-        assert (await cache.match(tokens)).device == 0
 
 
 async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> None:
@@ -417,9 +341,7 @@ async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
 
     async def die_under_a_lease() -> None:
         async with opened(settings(host=64), device=device, idle=False) as cache:
-            await serve(cache, text(4))
-            await settled(cache)
-            await push_out(cache, 16)
+            await on_the_host(cache, text(4))
             async with cache.lease(text(4, extra=1)) as lease:
                 assert lease.cached == 4 * PAGE
                 parts(cache).supervisor.fail(RuntimeError("a copy engine burnt"))
@@ -430,29 +352,6 @@ async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
 
     with pytest.raises(CacheClosed, match="a task of the cache died"):
         await die_under_a_lease()
-    await device.aclose()
-
-
-async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CpuDevice()
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("the device is gone")
-
-    async def refuse_a_load() -> None:
-        async with opened(settings(host=64), device=device, idle=False) as cache:
-            await serve(cache, text(4))
-            await settled(cache)
-            await push_out(cache, 16)
-            monkeypatch.setattr(local(cache).mover, "load", refuse)
-            async with cache.lease(text(4, extra=1)) as lease:
-                with pytest.raises(RuntimeError, match="the device is gone"):
-                    lease.wait_layer(device.stream("engine"), 0)
-                with pytest.raises(CacheClosed):
-                    await lease.loaded()
-
-    with pytest.raises(CacheClosed, match="a task of the cache died"):
-        await refuse_a_load()
     await device.aclose()
 
 
@@ -473,16 +372,6 @@ SIX_PAGES = text(6, extra=1)
 REFUSAL = r"^commit: nobody has waited for the pages .* await loaded\(\)"
 
 
-@asynccontextmanager
-async def on_the_host(device: CpuDevice) -> AsyncIterator[AsyncCache]:
-    """A cache that has four pages of the prompt, on the host alone."""
-    async with opened(settings(host=64), device=device) as cache:
-        await serve(cache, text(4))
-        await settled(cache)
-        await push_out(cache, 16)
-        yield cache
-
-
 async def _refused(cache: AsyncCache, lease: Lease) -> None:
     """A commit of ``lease`` is refused, and has changed nothing."""
     before = repr(lease), lease.pages.tolist(), (await cache.match(SIX_PAGES)).host
@@ -491,26 +380,35 @@ async def _refused(cache: AsyncCache, lease: Lease) -> None:
     assert (repr(lease), lease.pages.tolist(), (await cache.match(SIX_PAGES)).host) == before
 
 
+@asynccontextmanager
+async def loading(faults: Faults | None = None) -> AsyncIterator[AsyncCache]:
+    """A cache that has four pages of the prompt, on the host alone."""
+    device = CpuDevice(faults=faults) if faults else None
+    async with opened(settings(host=64), device=device) as cache:
+        await on_the_host(cache, text(4))
+        yield cache
+    if device is not None:
+        await device.aclose()
+
+
 @pytest.mark.parametrize("arrived", [False, True], ids=["under way", "arrived"])
 async def test_a_commit_before_anybody_has_waited_is_refused_whether_the_loads_have_arrived_or_not(
     arrived: bool,
 ) -> None:
-    device = CpuDevice()
-    async with on_the_host(device) as cache:
-        gate = device.gate()
-        fence_all(cache, gate)
+    async with loading() as cache:
+        event = gate(cache)
+        fence_all(cache, event)
         async with cache.lease(SIX_PAGES) as lease:
             if arrived:
-                gate.open()
+                event.open()
                 await settled(cache)
             assert lease.loading is not arrived
             await _refused(cache, lease)
-            gate.open()
+            event.open()
             await lease.loaded()
             compute(cache, lease, SIX_PAGES)
             await lease.commit(SIX_PAGES)
         assert await serve(cache, [*SIX_PAGES, 1]) == 6 * PAGE
-    await device.aclose()
 
 
 async def test_a_lease_whose_states_are_copied_for_it_has_loads_too() -> None:
@@ -527,93 +425,71 @@ async def test_a_lease_whose_states_are_copied_for_it_has_loads_too() -> None:
             await lease.commit(text(3))
 
 
-async def test_a_lease_without_loads_needs_nobody_to_wait() -> None:
-    async with opened(settings()) as cache:
-        for tokens in (text(2), text(3)):
-            async with cache.lease(tokens) as lease:
-                compute(cache, lease, tokens)
-                await lease.commit(tokens)
-        assert (await cache.match(text(3))).device == 3 * PAGE
+def engine_stream(cache: AsyncCache) -> Any:
+    return cache.device.stream("engine")  # type: ignore[union-attr]
 
 
-async def _layers(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
+async def _layers(cache: AsyncCache, lease: Lease) -> None:
     for i in range(LAYERS):
         await lease.layer(i)
 
 
-async def _stream(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
-    stream = device.stream("engine")
+async def _stream(cache: AsyncCache, lease: Lease) -> None:
+    stream = engine_stream(cache)
     for i in range(LAYERS):
         lease.wait_layer(stream, i)
 
 
-async def _loaded(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
+async def _loaded(cache: AsyncCache, lease: Lease) -> None:
     await lease.loaded()
 
 
-async def _in_a_task(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
+async def _in_a_task(cache: AsyncCache, lease: Lease) -> None:
     task = asyncio.create_task(lease.loaded())
     await asyncio.sleep(0)
     assert not task.done(), "the commit waits for it"
 
 
-Wait = Callable[[AsyncCache, CpuDevice, Lease], Awaitable[None]]
+Wait = Callable[[AsyncCache, Lease], Awaitable[None]]
 
 
 @pytest.mark.parametrize("wait", [_loaded, _layers, _stream, _in_a_task], ids=lambda wait: wait.__name__[1:])
 async def test_each_way_of_waiting_for_all_layers_counts(wait: Wait) -> None:
-    device = CpuDevice()
-    async with on_the_host(device) as cache, cache.lease(SIX_PAGES) as lease:
+    async with loading() as cache, cache.lease(SIX_PAGES) as lease:
         assert lease.loading
-        await wait(cache, device, lease)
+        await wait(cache, lease)
         compute(cache, lease, SIX_PAGES)
         await lease.commit(SIX_PAGES)
         assert (await cache.match(SIX_PAGES)).device == 6 * PAGE
-    await device.aclose()
 
 
-async def _first_layer(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
+async def _first_layer(cache: AsyncCache, lease: Lease) -> None:
     await lease.layer(0)
-    lease.wait_layer(device.stream("engine"), 0)
+    lease.wait_layer(engine_stream(cache), 0)
 
 
-async def _cancelled(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
-    gate = device.gate()
-    fence_all(cache, gate)
+async def _cancelled(cache: AsyncCache, lease: Lease) -> None:
+    event = gate(cache)
+    fence_all(cache, event)
     for waiting in (lease.loaded(), lease.layer(LAYERS - 1)):
         task = asyncio.create_task(waiting)
         await turns(2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    gate.open()
+    event.open()
 
 
-async def _refused_call(cache: AsyncCache, device: CpuDevice, lease: Lease) -> None:
+async def _refused_call(cache: AsyncCache, lease: Lease) -> None:
     with pytest.raises(Exception, match="stream"):
         lease.wait_layer("no stream", LAYERS - 1)
 
 
 @pytest.mark.parametrize("wait", [_first_layer, _cancelled, _refused_call], ids=lambda wait: wait.__name__[1:])
 async def test_who_has_waited_for_some_layers_or_was_cancelled_has_not_waited(wait: Wait) -> None:
-    device = CpuDevice(faults=Faults(delayed=1.0, delay=(0.02, 0.02)))
-    async with on_the_host(device) as cache, cache.lease(SIX_PAGES) as lease:
-        await wait(cache, device, lease)
+    async with loading(Faults(delayed=1.0, delay=(0.02, 0.02))) as cache, cache.lease(SIX_PAGES) as lease:
+        await wait(cache, lease)
         await _refused(cache, lease)
-    await device.aclose()
-
-
-async def test_a_commit_after_a_load_that_failed_says_so() -> None:
-    device = CpuDevice()
-    async with on_the_host(device) as cache:
-        device._fates = Fates(Faults(failing=1.0))
-        async with cache.lease(SIX_PAGES) as lease:
-            with pytest.raises(LoadFailed):
-                await lease.loaded()
-            with pytest.raises(LoadFailed):
-                await lease.commit(SIX_PAGES)
-        device._fates = Fates(Faults())
-    await device.aclose()
 
 
 # The edge: tokens in whatever form, and the hash chain that names pages.
@@ -676,11 +552,6 @@ def test_the_first_of_the_negative_tokens_is_named_wherever_it_stands(length: in
                 as_key(given)
 
 
-def test_no_tokens_are_an_empty_key() -> None:
-    nothing: tuple[Any, ...] = [], b"", np.array([], np.int32), np.array([], np.int64)
-    assert [as_key(tokens) for tokens in nothing] == [b""] * 4
-
-
 def test_namespaces_differ_in_everything_that_matters() -> None:
     spaces = {
         namespace_digest("m", 16), namespace_digest("n", 16), namespace_digest("m", 32), namespace_digest("m", 16, ""),
@@ -713,60 +584,9 @@ async def test_a_chain_grows_from_what_it_knows(page_size: int) -> None:
     assert await chain.extend(other) == by_hand(space, other, page_size * 4)
 
 
-async def test_long_keys_are_hashed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = np.arange(16 * 1000, dtype=np.int32).tobytes()
-    sizes: list[int] = []
-
-    def spy(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
-        sizes.append((stop - start) // page_bytes)
-        return extend_chain(parent, key, start, stop, page_bytes)
-
-    monkeypatch.setattr(tokens_module, "extend_chain", spy)
-    turns, done = 0, False
-
-    async def count() -> None:
-        nonlocal turns
-        while not done:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    await Chain(namespace_digest("m", 16), 16).extend(key)
-    done = True
-    await counting
-    assert sum(sizes) == 1000
-    assert max(sizes) <= 64
-    assert turns >= len(sizes) - 1
-
-
 @pytest.mark.parametrize("namespace", [5, True, 1.5, ("a",), "\ud800"])
 def test_a_namespace_that_is_neither_text_nor_bytes_is_refused(namespace: object) -> None:
     with pytest.raises(ConfigError, match=r"namespace=.* (must be text, bytes or None|is no text that has UTF-8)"):
         namespace_digest("m", 16, namespace)
 
 
-async def test_a_bad_namespace_is_told_at_every_door_and_nothing_is_left() -> None:
-    config = CacheConfig(model="m", components=(Full(bytes_per_token=1, device_tokens=64),))
-    bad: Any = 5
-    async with AsyncCache(config) as cache:
-        for door in (cache.match, cache.keep, cache.invalidate, cache.prefetch, _leased(cache)):
-            with pytest.raises(ConfigError, match="namespace=5"):
-                await _through(door, bad)
-        assert cache.statistics().leases == 0
-
-
-def _leased(cache: AsyncCache) -> Callable[..., Awaitable[object]]:
-    async def lease(tokens: list[int], namespace: Any) -> None:
-        async with cache.lease(tokens, namespace=namespace):
-            pass
-
-    return lease
-
-
-async def _through(door: Callable[..., Any], bad: Any) -> None:
-    if door.__name__ == "invalidate":
-        await door(bad)
-    elif door.__name__ == "keep":
-        await door([1] * 32, ttl=1.0, namespace=bad)
-    else:
-        await door([1] * 32, namespace=bad)

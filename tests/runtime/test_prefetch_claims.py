@@ -17,8 +17,19 @@ from asynccache.runtime import prefetch as prefetch_module
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.prefetch import Fetch, Wish
 from asynccache.storage import PageKey, Record, Result
-from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
-from tests.runtime.test_prefetching import HeldBackend, stored
+from tests.runtime.runtime_kit import (
+    HeldBackend,
+    opened,
+    parts,
+    push_out,
+    serve,
+    settings,
+    settled,
+    text,
+    turns,
+    until,
+)
+from tests.runtime.test_prefetching import stored
 
 # Pages that a prefetch brought are there when its lease comes, however many others want the host; and no pin leaks.
 
@@ -38,7 +49,6 @@ async def warm(host: int, device: int = 32, idle: bool = True) -> AsyncIterator[
     config = settings(device, host, prefetch_policy="wait_complete", prefetch_quota=1.0)
     async with opened(config, storage=storage, idle=idle) as cache:
         yield cache, storage
-    await storage.aclose()
 
 
 def pinned(cache: AsyncCache) -> int:
@@ -144,24 +154,6 @@ async def test_a_lease_that_gives_up_leaves_the_claim_to_the_next_one() -> None:
         assert pinned(cache) == 0
 
 
-async def test_closing_does_not_wait_for_those_who_never_came() -> None:
-    async with warm(host=8, idle=False) as (cache, _):
-        handle = cache.prefetch(text(PAGES))
-        await handle
-        report = await cache.aclose()
-        assert report == (0, 0, None)
-        assert not cache.core.active_claims()
-
-
-async def test_an_invalidated_handle_keeps_nothing() -> None:
-    async with warm(host=8) as (cache, _):
-        handle = cache.prefetch(text(PAGES))
-        await handle
-        await cache.invalidate()
-        assert cache.statistics().host["full"].free == 8
-        assert (await handle).tokens == 4 * PAGES
-
-
 async def test_the_head_of_the_line_waits_for_room_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "PATIENCE", 0.02)
     async with warm(host=8, device=12) as (cache, _):
@@ -207,7 +199,6 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         assert [(await handle).tokens for handle in (first, second, small, again)] == [24, 24, 8, 24]
         keys = [handle._prefetch.key for handle in (second, small, again)]
         assert [key for key in tries if key != keys[2]][:2] == keys[:2]
-    await storage.aclose()
 
 
 async def test_a_lease_gets_claims_out_of_its_way() -> None:
@@ -260,7 +251,6 @@ async def questioned(
     more.setdefault("prefetch_policy", "wait_complete")
     async with opened(settings(device=device, host=host, **more), storage=storage) as cache:
         yield cache, storage
-    await storage.aclose()
 
 
 def operations(cache: AsyncCache) -> int:
@@ -475,4 +465,3 @@ async def test_the_cache_goes_on_without_a_store_that_raises_anything() -> None:
         assert await serve(cache, text(6)) == 0
         assert (await cache.flush()).storage == 6
         assert await serve(cache, text(6, extra=1)) == 24
-    await storage.aclose()

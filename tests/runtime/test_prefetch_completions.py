@@ -16,8 +16,7 @@ from asynccache.runtime.core_calls import holding
 from asynccache.runtime.driver import FetchCommit
 from asynccache.storage import CheckedStore
 from asynccache.storage.checked import store_layout
-from tests.runtime.runtime_kit import opened, parts, settings, settled, text, turns
-from tests.runtime.test_hung_storage import serve
+from tests.runtime.runtime_kit import gate, opened, parts, publish, settings, settled, text, turns
 from tests.runtime.test_prefetching import stored
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
@@ -110,10 +109,9 @@ async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_a
 
 
 async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_and_says_so() -> None:
-    device = CpuDevice()
-    async with stored() as storage, opened(config(), device=device, storage=storage) as cache:
+    async with stored() as storage, opened(config(), storage=storage) as cache:
         await cache.prefetch(text(2))                 # to the host alone
-        ready = device.gate()
+        ready = gate(cache)
         lease = cache.lease(text(2))
         lease._ask = lease._ask._replace(load=False)  # as if there were no room to load them
         async with lease:
@@ -126,7 +124,6 @@ async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_an
         assert await handle == (PrefetchStatus.MISS, 0, "")
         await settled(cache)
         assert (await cache.match(text(6))).host == 0
-    await device.aclose()
 
 
 async def test_who_waits_for_a_completion_hears_why_the_cache_closed() -> None:
@@ -167,9 +164,9 @@ def test_a_request_whose_prefetch_runs_tells_the_policy_of_one_use(
                 use(*args)  # type: ignore[arg-type]
 
             monkeypatch.setattr(learner, "use", used)
-            await serve(cache, text(5, seed=1))
-            assert await serve(cache, text(5, seed=1) + text(5, seed=2)) == 20
-            assert await serve(cache, text(5, seed=3)) == 0
+            await publish(cache, text(5, seed=1))
+            assert await publish(cache, text(5, seed=1) + text(5, seed=2)) == 20
+            assert await publish(cache, text(5, seed=3)) == 0
             assert len(uses) == 3
         await store.aclose()
         await device.aclose()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheFull, PrefetchPolicy, PrefetchResult, PrefetchStatus
+from asynccache import AsyncCache, CacheFull, PrefetchHandle, PrefetchPolicy, PrefetchResult, PrefetchStatus
 from asynccache.runtime import prefetch as prefetch_module
-from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
     PAGE,
+    HeldBackend,
     assert_cached_bytes,
     compute,
     opened,
@@ -28,40 +28,6 @@ from tests.runtime.runtime_kit import (
 )
 
 
-class HeldBackend(MemoryBackend):
-    """Reads wait until they are let through, one call a permit. ``missing``: the n-th pages read fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.permits = asyncio.Semaphore(1 << 20)
-        self.waiting = 0
-        self.asked = 0
-        self.corrupt: set[int] = set()
-        self._read = 0
-
-    def hold(self) -> None:
-        self.permits = asyncio.Semaphore(0)
-
-    def let(self, calls: int = 1 << 20) -> None:
-        for _ in range(min(calls, 1000)):
-            self.permits.release()
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.asked += 1
-        return await super().exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.waiting += 1
-        await self.permits.acquire()
-        self.waiting -= 1
-        results = await super().get(keys, records)
-        for i, record in enumerate(records):
-            if self._read + i in self.corrupt:
-                record.payload[0] ^= 1
-        self._read += len(keys)
-        return results
-
-
 @asynccontextmanager
 async def stored(pages: int = 6, pools: tuple[str, ...] = ("full",), **more: Any) -> AsyncIterator[HeldBackend]:
     """A store that has ``text(pages)``."""
@@ -70,7 +36,6 @@ async def stored(pages: int = 6, pools: tuple[str, ...] = ("full",), **more: Any
         await serve(cache, text(pages), pools)
         assert await cache.flush() == (0, 0)
     yield storage
-    await storage.aclose()
 
 
 @pytest.fixture(autouse=True)
@@ -82,34 +47,37 @@ def policy(name: PrefetchPolicy, **more: Any) -> Any:
     return settings(device=16, host=32, prefetch_policy=name, **more)
 
 
-async def test_a_handle_is_awaited_by_many_and_told_the_same() -> None:
+async def waits(handle: PrefetchHandle) -> PrefetchResult:
+    return await handle
+
+
+async def test_a_handle_is_awaited_by_many_and_told_the_same_though_one_is_cancelled() -> None:
     async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
+        storage.hold()
         handle = cache.prefetch(text(6))
-
-        async def wait() -> PrefetchResult:
-            return await handle
-
-        results = await asyncio.gather(wait(), wait())
-        assert list(results) == [PrefetchResult(PrefetchStatus.COMPLETE, 24, "")] * 2
+        waiting = [asyncio.create_task(waits(handle)) for _ in range(3)]
+        await turns()
+        waiting[0].cancel()
+        await turns()
+        assert waiting[0].cancelled()
+        storage.let()
+        assert await asyncio.gather(*waiting[1:]) == [PrefetchResult(PrefetchStatus.COMPLETE, 24, "")] * 2
         assert (await cache.match(text(6))).host == 24
         assert cache.prefetch(text(6)).done()  # below the threshold: nothing to fetch
 
 
-async def test_cancelling_one_who_awaits_a_handle_stops_nothing() -> None:
-    async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
-        storage.hold()
-        handle = cache.prefetch(text(6))
-
-        async def wait() -> object:
-            return await handle
-
-        task = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        task.cancel()
-        await turns()
-        assert task.cancelled()
-        storage.let()
-        assert (await handle).tokens == 24
+@pytest.mark.parametrize("threshold", [PAGE, 16])
+async def test_a_page_that_fails_shortens_the_fetch_and_below_the_threshold_it_is_revoked(threshold: int) -> None:
+    config = policy(PrefetchPolicy.WAIT_COMPLETE, prefetch_threshold=threshold)
+    async with stored() as storage, opened(config, storage=storage) as cache:
+        storage.corrupt = {3}
+        if threshold == PAGE:
+            assert await cache.prefetch(text(6)) == (PrefetchStatus.PARTIAL, 12, "")
+            assert await serve(cache, text(6, extra=1)) == 12
+        else:
+            assert (await cache.prefetch(text(6))).status is PrefetchStatus.MISS
+            assert cache.statistics().host["full"].free == 32
+        assert cache.statistics().storage["corrupt_pages"] == 1
 
 
 async def test_a_cancelled_handle_gives_its_pages_back_after_its_read_has_let_go() -> None:
@@ -123,19 +91,6 @@ async def test_a_cancelled_handle_gives_its_pages_back_after_its_read_has_let_go
         assert cache.statistics().host["full"].free == 30, "the read still writes to these pages"
         storage.let()
         assert (await handle).status is PrefetchStatus.CANCELLED
-        assert cache.statistics().host["full"].free == 32
-
-
-async def test_a_cancelled_request_revokes_its_prefetch() -> None:
-    async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
-        storage.hold()
-        request = asyncio.create_task(cache.lease(text(6, extra=1)).__aenter__())
-        await until(lambda: storage.waiting == 1)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        assert request.cancelled()
-        storage.let()
-        await settled(cache)
         assert cache.statistics().host["full"].free == 32
 
 
@@ -234,22 +189,6 @@ async def test_wait_false_does_not_wait_for_a_prefetch() -> None:
             assert 0 < lease.cached < 24
 
 
-async def test_a_page_that_fails_shortens_the_fetch() -> None:
-    async with stored() as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
-        storage.corrupt = {3}
-        assert await cache.prefetch(text(6)) == (PrefetchStatus.PARTIAL, 12, "")
-        assert await serve(cache, text(6, extra=1)) == 12
-        assert cache.statistics().storage["corrupt_pages"] == 1
-
-
-async def test_below_the_threshold_a_fetch_is_revoked() -> None:
-    config = policy(PrefetchPolicy.WAIT_COMPLETE, prefetch_threshold=16)
-    async with stored() as storage, opened(config, storage=storage) as cache:
-        storage.corrupt = {3}
-        assert (await cache.prefetch(text(6))).status is PrefetchStatus.MISS
-        assert cache.statistics().host["full"].free == 32
-
-
 async def test_a_window_is_fetched_whole_or_not_at_all() -> None:
     pools = ("full", "swa")
     config = policy(PrefetchPolicy.WAIT_COMPLETE, swa=16)
@@ -279,55 +218,6 @@ async def test_a_window_is_fetched_for_an_end_that_a_lease_of_the_same_tokens_ca
             assert (await cache.prefetch(text(1))).reason == "below the threshold", "a lease can have nothing of it"
     async with stored(6) as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
         assert (await cache.prefetch(text(6))).tokens == 24
-
-
-async def test_a_short_host_shortens_the_fetch() -> None:
-    async with stored() as storage:
-        config = settings(device=16, host=4, prefetch_policy="wait_complete", prefetch_quota=1.0)
-        async with opened(config, storage=storage) as cache:
-            assert (await cache.prefetch(text(6))).tokens == 4 * PAGE
-
-
-async def test_above_the_quota_a_prefetch_waits_its_turn() -> None:
-    storage = HeldBackend()
-    async with opened(settings(device=32, host=32), storage=storage) as cache:
-        for seed in range(3):
-            await serve(cache, text(6, seed))
-        await cache.flush()
-    config = settings(device=32, host=32, prefetch_policy="wait_complete", prefetch_quota=0.25)
-    async with opened(config, storage=storage) as cache:
-        storage.hold()
-        handles = [cache.prefetch(text(6, seed)) for seed in range(3)]
-        await until(lambda: storage.waiting == 1)
-        await turns()
-        assert storage.waiting == 1
-        assert cache.statistics().core.operations["prefetch"] == 1
-        storage.let()
-        assert [(await handle).tokens for handle in handles] == [24] * 3
-    await storage.aclose()
-
-
-async def _prefetched(cache: AsyncCache, pages: int) -> int:
-    return (await cache.prefetch(text(pages))).tokens
-
-
-async def test_a_dead_store_is_a_miss_and_the_cache_goes_on() -> None:
-    class Dead(MemoryBackend):
-        async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-            raise OSError("gone")
-
-        async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-            raise OSError("gone")
-
-    storage = Dead()
-    async with opened(settings(device=16, host=32), storage=storage) as cache:
-        assert await _prefetched(cache, 6) == 0
-        await serve(cache, text(6))
-        assert await serve(cache, text(6, extra=1)) == 24
-        unsaved = await cache.flush()
-        assert unsaved.storage == 6
-        assert cache.statistics().stages["backup_storage"].errors
-    await storage.aclose()
 
 
 @pytest.mark.parametrize("computed", [2, 6])

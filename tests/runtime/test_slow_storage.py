@@ -19,7 +19,7 @@ from asynccache.runtime.cache import CacheStatistics
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import local, parts, settings, text
+from tests.runtime.runtime_kit import cache_over, local, parts, publish, settings, simulated, text
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
@@ -113,51 +113,42 @@ def test_nothing_is_dropped_for_a_store_that_keeps_up() -> None:
     assert seen.statistics.stages["backup_storage"].errors == 0
 
 
-def test_what_waits_for_storage_holds_its_share_of_the_host_and_no_more() -> None:
+@simulated
+async def test_what_waits_for_storage_holds_its_share_of_the_host_and_no_more() -> None:
     """Also for each component by itself: here the sliding window's host pages are what runs out."""
-    most: dict[str, int] = {}
-
-    async def main(loop: SimulatedLoop) -> None:
-        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        config = settings(60, 80, swa=48, window=8, backup_quota=0.25, close_timeout=0.5)
-        async with AsyncCache(config, device=device, storage=store(3.0)) as cache:
-            for number in range(60):
-                await serve(cache, number, Seen())
-                host = cache.statistics().host
-                for name, shelf in host.items():
-                    held = shelf.capacity - shelf.free - shelf.evictable
-                    most[name] = max(most.get(name, 0), held)
-        await device.aclose()
-
-    simulate(main, 1)
-    assert most["full"] <= 80 * 0.25 + LENGTH + 4, "the share, the one that came last, and a backup under way"
-    assert most["full"] >= 80 * 0.25 - LENGTH
+    most = 0
+    config = settings(60, 80, swa=48, window=8, backup_quota=0.25, close_timeout=0.5)
+    async with cache_over(store(3.0), config) as cache:
+        for number in range(60):
+            await serve(cache, number, Seen())
+            shelf = cache.statistics().host["full"]
+            most = max(most, shelf.capacity - shelf.free - shelf.evictable)
+    assert most <= 80 * 0.25 + LENGTH + 4, "the share, the one that came last, and a backup under way"
+    assert most >= 80 * 0.25 - LENGTH
 
 
-def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
-    async def main(loop: SimulatedLoop) -> tuple[list[int], int]:
-        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        inner = SimulatedBackend(Random(1), AT_ONCE)
-        gate = Gate(inner)
-        async with AsyncCache(settings(200, 200, backup_quota=0.2), device=device, storage=gate) as cache:
-            for number in range(10):  # 40 pages may wait: three operations of 12
-                async with cache.lease(text(LENGTH, seed=number)) as lease:
-                    await lease.commit(text(LENGTH, seed=number))
-                await asyncio.sleep(0.1)
-            dropped = cache.statistics().dropped_backups
-            gate.open.set()
-            await asyncio.sleep(1.0)
-            seen = [key.key for key in inner.pages]  # in the order in which they were stored
-            pools, core, space = local(cache)._map, parts(cache).core, parts(cache).namespaces.space(None)
-            first = {n: pools.key("full", core.known_hashes(space, _key(n))[:32]).key for n in range(10)}
-            stored = sorted(range(10), key=lambda number: seen.index(first[number]))
-        await device.aclose()
-        return stored, dropped
+async def write(cache: AsyncCache, numbers: range, each: float = 0.0) -> None:
+    """Prompts of 12 pages, and ``each`` seconds after every one."""
+    for number in numbers:
+        await publish(cache, text(LENGTH, seed=number))
+        await asyncio.sleep(each)
 
-    stored, dropped = simulate(main, 1)
+
+@simulated
+async def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
+    inner = SimulatedBackend(Random(1), AT_ONCE)
+    gate = Gate(inner)
+    async with cache_over(gate, settings(200, 200, backup_quota=0.2)) as cache:
+        await write(cache, range(10), 0.1)  # 40 pages may wait: three operations of 12
+        assert cache.statistics().dropped_backups == 7
+        gate.open.set()
+        await asyncio.sleep(1.0)
+        seen = [key.key for key in inner.pages]  # in the order in which they were stored
+        pools, core, space = local(cache)._map, parts(cache).core, parts(cache).namespaces.space(None)
+        first = {n: pools.key("full", core.known_hashes(space, _key(n))[:32]).key for n in range(10)}
+        stored = sorted(range(10), key=lambda number: seen.index(first[number]))
     assert stored[:3] == [0, 8, 9], "the first was in flight"
     assert sorted(stored[3:]) == [1, 2, 3, 4, 5, 6, 7], "and when there is time, what was dropped is stored"
-    assert dropped == 7
 
 
 def _key(number: int) -> bytes:
@@ -177,65 +168,38 @@ class Gate(WrappedBackend):
 
 
 @pytest.mark.parametrize("quota", [0.0, 0.1, 1.0])
-def test_flush_stores_everything_however_little_may_wait(quota: float) -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        backend = SimulatedBackend(Random(1), AT_ONCE)
-        gate = Gate(backend)
-        async with AsyncCache(settings(200, 200, backup_quota=quota), device=device, storage=gate) as cache:
-            for number in range(15):
-                async with cache.lease(text(LENGTH, seed=number)) as lease:
-                    await lease.commit(text(LENGTH, seed=number))
-            await asyncio.sleep(0.1)
-            gate.open.set()
-            assert await cache.flush(timeout=60.0) == (0, 0)
-            assert len(backend.pages) == 15 * LENGTH
-            check(parts(cache).core, idle=True)
-        await device.aclose()
-
-    simulate(main, 1)
-
-
-def test_closing_stores_what_was_dropped() -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        backend = SimulatedBackend(Random(1), AT_ONCE)
-        slow = SlowPuts(backend, latency=0.5)
-        cache = AsyncCache(settings(200, 200, backup_quota=0.1), device=device, storage=slow)
-        async with cache:
-            for number in range(15):
-                async with cache.lease(text(LENGTH, seed=number)) as lease:
-                    await lease.commit(text(LENGTH, seed=number))
-            await asyncio.sleep(0.1)
-            assert cache.statistics().dropped_backups > 0
-            report = await cache.aclose()
-            assert (report.unsaved_host, report.unsaved_storage) == (0, 0)
+@simulated
+async def test_flush_stores_everything_however_little_may_wait(quota: float) -> None:
+    backend = SimulatedBackend(Random(1), AT_ONCE)
+    gate = Gate(backend)
+    async with cache_over(gate, settings(200, 200, backup_quota=quota)) as cache:
+        await write(cache, range(15))
+        await asyncio.sleep(0.1)
+        gate.open.set()
+        assert await cache.flush(timeout=60.0) == (0, 0)
         assert len(backend.pages) == 15 * LENGTH
-        await device.aclose()
-
-    simulate(main, 1)
+        check(parts(cache).core, idle=True)
 
 
-def test_a_batch_that_is_late_gives_up_for_those_that_wait() -> None:
+@simulated
+async def test_closing_stores_what_was_dropped() -> None:
+    slow = store(0.5)
+    async with cache_over(slow, settings(200, 200, backup_quota=0.1)) as cache:
+        await write(cache, range(15))
+        await asyncio.sleep(0.1)
+        assert cache.statistics().dropped_backups > 0
+        assert await cache.aclose() == (0, 0, None)
+        assert slow.stats()["pages"] == 15 * LENGTH
+
+
+@simulated
+async def test_a_batch_that_is_late_gives_up_for_those_that_wait() -> None:
     """One prompt of most of the host, at a crawl: it does not keep its pages pinned while others wait."""
-
-    async def main(loop: SimulatedLoop) -> None:
-        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        slow = SlowPuts(SimulatedBackend(Random(1), AT_ONCE), latency=2.0)
-        async with AsyncCache(settings(1200, 1000, close_timeout=0.1), device=device, storage=slow) as cache:
-            long = text(900, seed=1)
-            async with cache.lease(long) as lease:
-                await lease.commit(long)
-            await asyncio.sleep(0.5)
-            for number in range(2):
-                async with cache.lease(text(LENGTH, seed=50 + number)) as lease:
-                    await lease.commit(text(LENGTH, seed=50 + number))
-            await asyncio.sleep(4.5)
-            host = cache.statistics().host["full"]
-            assert host.capacity - host.free - host.evictable < 100
-            assert cache.statistics().stages["backup_storage"].errors == 1
-        await device.aclose()
-
-    simulate(main, 1)
-
-
+    async with cache_over(store(2.0), settings(1200, 1000, close_timeout=0.1)) as cache:
+        await publish(cache, text(900, seed=1))
+        await asyncio.sleep(0.5)
+        await write(cache, range(50, 52))
+        await asyncio.sleep(4.5)
+        host = cache.statistics().host["full"]
+        assert host.capacity - host.free - host.evictable < 100
+        assert cache.statistics().stages["backup_storage"].errors == 1

@@ -42,113 +42,6 @@ from tests.runtime.runtime_kit import (
 # Pages go out and come back with the bytes that they left with, once for everybody who wants them.
 
 
-async def test_what_is_on_the_device_is_a_hit() -> None:
-    async with opened(settings()) as cache:
-        assert await serve(cache, text(4)) == 0
-        assert await serve(cache, text(4, extra=1)) == 4 * PAGE
-        assert (await cache.match(text(4))).device == 4 * PAGE
-
-
-async def test_at_least_one_token_of_a_prompt_is_computed() -> None:
-    async with opened(settings()) as cache:
-        await serve(cache, text(4))
-        assert await serve(cache, text(4)) == 3 * PAGE
-
-
-async def test_pages_come_back_from_the_host() -> None:
-    async with opened(settings(device=8, host=64)) as cache:
-        for seed in range(6):
-            await serve(cache, text(6, seed))
-        await settled(cache)
-        for seed in range(5):
-            assert await serve(cache, text(6, seed, extra=1)) == 6 * PAGE, seed
-        assert cache.statistics().stages["load_back"].pages >= 5 * 6
-
-
-async def test_pages_come_back_from_storage_in_a_fresh_cache() -> None:
-    storage = MemoryBackend()
-    async with opened(settings(device=16, host=32), storage=storage) as cache:
-        for seed in range(3):
-            await serve(cache, text(6, seed))
-        assert await cache.flush() == (0, 0)
-    async with opened(settings(device=16, host=32), storage=storage) as cache:
-        for seed in range(3):
-            async with cache.lease(text(6, seed, extra=1)) as lease:
-                await lease.loaded()
-                assert lease.cached == 6 * PAGE
-                assert lease.hits == (0, 0, 6 * PAGE)
-                assert_cached_bytes(cache, lease, text(6, seed))
-        assert cache.statistics().prefetches["complete"] == 3
-    await storage.aclose()
-
-
-async def test_closing_saves_everything() -> None:
-    storage = MemoryBackend()
-    async with opened(settings(host=32), storage=storage, idle=False) as cache:
-        await serve(cache, text(6))
-        report = await cache.aclose()
-    assert report == (0, 0, None)
-    assert storage.stats()["pages"] == 6
-    await storage.aclose()
-
-
-POOLS = ("full", "swa")
-
-
-async def test_sliding_window_pages_come_back_from_host_and_storage() -> None:
-    storage = MemoryBackend()
-    async with opened(settings(device=16, host=64, swa=16), storage=storage) as cache:
-        for seed in range(4):
-            await serve(cache, text(6, seed), POOLS)
-            await settled(cache)
-        assert await serve(cache, text(6, 0, extra=1), POOLS) == 6 * PAGE
-        await cache.flush()
-    async with opened(settings(device=16, host=64, swa=16), storage=storage) as cache:
-        for seed in range(4):
-            assert await serve(cache, text(6, seed, extra=1), POOLS) == 6 * PAGE, seed
-    await storage.aclose()
-
-
-async def test_ten_requests_for_an_evicted_prefix_cause_one_load() -> None:
-    async with opened(settings(device=24, host=32)) as cache:
-        await serve(cache, text(6))
-        await settled(cache)
-        await push_out(cache, 24)
-        assert (await cache.match(text(6))).device == 0
-        all_in = asyncio.Barrier(10)
-
-        async def one() -> int:
-            async with cache.lease(text(6, extra=1)) as lease:
-                await lease.loaded()
-                assert_cached_bytes(cache, lease, text(6))
-                await all_in.wait()
-                return lease.cached
-
-        assert await asyncio.gather(*(one() for _ in range(10))) == [24] * 10
-        load_back = cache.statistics().stages["load_back"]
-        assert (load_back.ops, load_back.pages) == (1, 6)
-
-
-async def test_ten_requests_for_a_stored_prefix_cause_one_fetch() -> None:
-    storage = MemoryBackend()
-    async with opened(settings(device=24, host=32), storage=storage) as cache:
-        await serve(cache, text(6))
-        await cache.flush()
-    async with opened(settings(device=24, host=32), storage=storage) as cache:
-
-        async def one() -> tuple[int, int, int]:
-            async with cache.lease(text(6, extra=1)) as lease:
-                await lease.loaded()
-                assert_cached_bytes(cache, lease, text(6))
-                return lease.hits
-
-        assert set(await asyncio.gather(*(one() for _ in range(10)))) == {(0, 0, 24)}
-        stages = cache.statistics().stages
-        assert (stages["prefetch"].ops, stages["prefetch"].pages) == (1, 6)
-        assert (stages["load_back"].ops, stages["load_back"].pages) == (1, 6)
-    await storage.aclose()
-
-
 async def test_an_engine_waits_layer_by_layer() -> None:
     device = CpuDevice()
     async with opened(settings(device=8, host=16), device=device) as cache:
@@ -281,7 +174,6 @@ async def test_a_conversation_goes_on_after_a_restart_and_the_next_restart_has_a
             assert await serve_all(cache, text(4 * turn, extra=1)) == 4 * (turn - 1) * PAGE
             assert await cache.flush() == (0, 0)
     assert storage.stats()["pages"] == 12 + 12 + 3  # every page of FULL and SWA, and a state a turn; none twice
-    await storage.aclose()
 
 
 @pytest.mark.parametrize("own", [0, 1])
@@ -479,7 +371,6 @@ async def test_a_prompt_of_exactly_n_pages_that_only_storage_has_hits_all_but_th
                 assert_everything(cache, lease, whole)
             else:
                 assert_cached_bytes(cache, lease, whole, ("full", "swa") if "swa" in components else ("full",))
-    await storage.aclose()
 
 
 async def test_of_a_first_seen_prompt_that_leaves_between_two_chunks_every_chunk_so_far_is_found_on_each_tier() -> None:
@@ -505,7 +396,6 @@ async def test_of_a_first_seen_prompt_that_leaves_between_two_chunks_every_chunk
             await lease.loaded()
             assert lease.hits == (0, 0, 6 * PAGE)
             assert_cached_bytes(cache, lease, prompt)
-    await storage.aclose()
 
 
 async def test_state_and_kv_of_one_end_are_those_of_that_end_after_the_host_and_after_storage() -> None:
@@ -527,7 +417,6 @@ async def test_state_and_kv_of_one_end_are_those_of_that_end_after_the_host_and_
                 await lease.loaded()
                 assert lease.hits == (0, 0, pages * PAGE)
                 assert_everything(cache, lease, text(pages, extra=1))
-    await storage.aclose()
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])

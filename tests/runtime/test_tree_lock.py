@@ -7,9 +7,9 @@ import gc
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,21 +17,35 @@ from typing import Any
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheClosed, CacheFull
-from asynccache.config import CacheConfig
+from asynccache import AsyncCache, CacheClosed, CacheFull, PrefetchHandle
 from asynccache.core.audit import check
-from asynccache.core.plan import BackupHost, More, Outcome, Plan
-from asynccache.core.settings import CoreConfig
-from asynccache.core.world import World
+from asynccache.core.plan import More, Outcome, Plan
 from asynccache.errors import InvariantViolation
-from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.signals import HostGate
 from asynccache.runtime.core_calls import acquire, holding
 from asynccache.runtime.driver import Driver, TreeLock
 from asynccache.runtime.head import FREEZE_EVERY
 from asynccache.runtime.lease import Lease
-from asynccache.storage import PageKey, Record, Result
-from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
-from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.runtime.runtime_kit import (
+    PAGE,
+    HeldBackend,
+    compute,
+    enter,
+    entering,
+    few_steps,
+    free,
+    gate,
+    local,
+    opened,
+    parts,
+    serve,
+    settings,
+    settled,
+    text,
+    turns,
+    until,
+)
+from tests.runtime.test_door import contend
 from tests.simulated.world import play
 
 # The tree lock and the two queues: who may split a node, and how outcomes and completed prefetches reach the core.
@@ -40,36 +54,22 @@ from tests.simulated.world import play
 SEEDS = range(8)
 
 
-def splits(cache: AsyncCache) -> int:
-    return cache.statistics().core.splits
-
-
-async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -> None:
-    device = CpuDevice()
-    cache = await AsyncCache(settings(), device=device).__aenter__()
+@pytest.mark.parametrize("call", ["split", "drain"])
+async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock(call: str) -> None:
+    cache = await AsyncCache(settings()).__aenter__()
     await serve(cache, text(4))
     core, driver = parts(cache).core, parts(cache).driver
-    node = next(iter(core.world.roots.values())).children
-    assert node
+    (node,) = next(iter(core.world.roots.values())).children.values()  # type: ignore[union-attr]
+    refused: Callable[[], object] = partial(driver.call_unlocked, core.world.split, node, 2)
+    if call == "drain":
+        refused = partial(driver.call_locked, core.drain, core.walk())
     with pytest.raises(InvariantViolation, match="tree lock"):
-        driver.call_unlocked(core.world.split, next(iter(node.values())), 2)
-    assert splits(cache) == 0
-    assert cache.closed is not None
-    assert "tree lock" in cache.closed
+        refused()
+    assert core.statistics().splits == 0
+    assert "tree lock" in str(cache.closed)
     with pytest.raises(CacheClosed):
         await cache.match(text(4))
     await cache.aclose()
-    await device.aclose()
-
-
-async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock() -> None:
-    device = CpuDevice()
-    cache = await AsyncCache(settings(), device=device).__aenter__()
-    with pytest.raises(InvariantViolation, match="nobody holds the tree lock"):
-        parts(cache).driver.call_locked(parts(cache).core.drain, parts(cache).core.walk())
-    assert cache.closed is not None
-    await cache.aclose()
-    await device.aclose()
 
 
 @pytest.mark.source
@@ -97,27 +97,6 @@ async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tre
         await holder
         assert not driver.lock.locked()
         assert cache.closed is None
-
-
-@pytest.mark.source
-async def test_every_split_happens_while_the_lock_is_held_also_when_nobody_contends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    held: list[bool] = []
-    split = World.split
-
-    async with opened(settings(device=32, host=32)) as cache:
-
-        def spy(world: World, *arguments: Any) -> Any:
-            held.append(parts(cache).driver.lock.locked())
-            return split(world, *arguments)
-
-        monkeypatch.setattr(World, "split", spy)
-        for seed in range(4):
-            await serve(cache, text(3) + text(2, seed))
-            await serve(cache, text(4 - seed) + text(1, 10 + seed))
-    assert len(held) >= 3
-    assert all(held)
 
 
 def play_all() -> None:
@@ -149,88 +128,68 @@ def everything(error: BaseException | None) -> str:
 # what cannot await leaves its work to the next holder
 
 
-async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does() -> None:
+@pytest.mark.parametrize("who", ["the next holder", "the ack task"])
+async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does(who: str) -> None:
     async with opened(settings(device=16)) as cache:
-        lease = await cache.lease(text(4)).__aenter__()
+        lease = await enter(cache, 4)
         await lease.commit(text(4))
         await cache.invalidate()
         lease.release()
-        assert cache.statistics().device["full"].free == 12, "nothing was evicted by the release"
+        assert free(cache) == 12, "nothing was evicted by the release"
         assert parts(cache).core.behind
-        await cache.match(text(1))
-        assert cache.statistics().device["full"].free == 16
+        await (cache.match(text(1)) if who == "the next holder" else turns())
+        assert free(cache) == 16
         assert not parts(cache).core.behind
-
-
-async def test_where_nobody_takes_the_lock_the_ack_task_follows_up() -> None:
-    async with opened(settings(device=16)) as cache:
-        lease = await cache.lease(text(4)).__aenter__()
-        await lease.commit(text(4))
-        await cache.invalidate()
-        lease.release()
-        await turns()
-        assert cache.statistics().device["full"].free == 16
-
-
-def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
-    run = SynchronousRuntime(core_config(device=32, host=8))
-    run.insert("abcdef")
-    run.flush()
-    run.perform(run.core.claim(1, SPACE, spell("abcdef")))
-    run.insert("uvwxyz")  # its backup must wait for room on the host
-    assert run.core.statistics().deferred_backups == 1
-    run.prompt = False
-    run.perform(run.core.release_claim(1))
-    assert run.core.behind
-    assert not run.in_flight(BackupHost)
-    run.perform(run.core.follow_up())
-    assert run.in_flight(BackupHost)
-    assert not run.core.behind
 
 
 # the queue of outcomes
 
 
+@contextmanager
+def held_outcomes(cache: AsyncCache) -> Iterator[list[Outcome]]:
+    """Outcomes of backups to the host are kept from the core meanwhile."""
+    held: list[Outcome] = []
+    stage = local(cache).backup_host
+    post, stage._ended = stage._ended, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
+    yield held
+    stage._ended = post
+
+
+@asynccontextmanager
+async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcome]]:
+    """A backup has landed, and nobody has told the core."""
+    async with opened(settings(device=60, host=60)) as cache:
+        with held_outcomes(cache) as held:
+            await serve(cache, text(4))
+            await until(lambda: len(held) == 1)
+        assert backups(cache) == 1
+        yield cache, held[0]
+
+
 async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_the_lock_first() -> None:
-    async with opened(settings(host=16)) as cache:
+    async with with_an_outcome_that_waits() as (cache, outcome):
         driver = parts(cache).driver
-        await acquire(driver.lock)
-        serving = asyncio.ensure_future(serve(cache, text(2)))
-        await turns()
-        driver.lock.release()
-        await serving
-        await settled(cache)
-        held: list[Outcome] = []
-        stage = local(cache).backup_host
-        post, stage._ended = stage._ended, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
-        await serve(cache, text(4, 5))
-        await until(lambda: len(held) == 1)
-        stage._ended = post
         async with holding(driver.lock):
-            driver.post(held[0])
+            driver.post(outcome)
             await turns()  # the ack task has taken it out of the queue, and waits for the lock
             assert driver.acks.empty()
-            assert driver.unapplied == 1
+            assert (driver.unapplied, backups(cache)) == (1, 1)
             driver.apply_outcomes()
-            assert driver.unapplied == 0
-            assert cache.statistics().core.operations["backup_host"] == 0
+            assert (driver.unapplied, backups(cache)) == (0, 0)
 
 
 async def test_a_grant_waits_for_no_queue() -> None:
     """However many outcomes wait, whoever finds the lock free applies them and is granted without one turn."""
     async with opened(settings(device=64, host=64)) as cache:
-        driver, held = parts(cache).driver, list[Outcome]()
-        stage = local(cache).backup_host
-        post, stage._ended = stage._ended, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
-        for seed in range(5):
-            await serve(cache, text(2, seed))
-        await until(lambda: len(held) == 5)
-        stage._ended = post
+        driver = parts(cache).driver
+        with held_outcomes(cache) as held:
+            for seed in range(5):
+                await serve(cache, text(2, seed))
+            await until(lambda: len(held) == 5)
         for outcome in held:
             driver.post(outcome)
-        entering = cache.lease(text(2, 9)).__aenter__()
         with pytest.raises(StopIteration) as entered:
-            entering.send(None)
+            cache.lease(text(2, 9)).__aenter__().send(None)
         assert driver.unapplied == 0
         entered.value.value.release()
 
@@ -238,75 +197,50 @@ async def test_a_grant_waits_for_no_queue() -> None:
 # the queue of completed prefetches
 
 
-class SlowReads(MemoryBackend):
-    """A store whose reads wait for ``gate``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.reading = 0
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.reading += 1
-        await self.gate.wait()
-        return await super().get(keys, records)
+@asynccontextmanager
+async def fetched_while_it_is_saved(*seeds: int) -> AsyncIterator[tuple[AsyncCache, list[PrefetchHandle], HostGate]]:
+    """Prefetches have read their pages, and the first one's are on their way to the host from a lease that has
+    computed them, behind the event of its batch."""
+    storage = HeldBackend()
+    async with opened(settings(device=64, host=64), storage=storage) as cache:
+        for seed in seeds:
+            await serve(cache, text(6, seed))
+        await cache.flush()
+    async with opened(settings(device=64, host=64), storage=storage, idle=False) as cache:
+        lease = await enter(cache, 6, seeds[0], wait=False)
+        storage.hold()
+        handles = [cache.prefetch(text(6, seed)) for seed in seeds]
+        await until(lambda: storage.waiting == len(seeds))
+        computed = gate(cache)
+        compute(cache, lease, text(6, seeds[0]))
+        await lease.commit(text(6, seeds[0]), after=computed)
+        assert backups(cache) == 1
+        storage.let()
+        yield cache, handles, computed
+        computed.open()
+        lease.release(after=computed)
 
 
 async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothing_waits_behind_it() -> None:
-    storage, device = SlowReads(), CpuDevice()
-    async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:
-        for seed in (1, 2):
-            await serve(cache, text(6, seed))
-        await cache.flush()
-    async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:
-        lease = await cache.lease(text(6, 1), wait=False).__aenter__()
-        assert lease.cached == 0
-        storage.gate.clear()
-        first, second = (cache.prefetch(text(6, seed)) for seed in (1, 2))
-        await until(lambda: storage.reading == 2)
-        computed = device.gate()
-        compute(cache, lease, text(6, 1))
-        await lease.commit(text(6, 1), after=computed)
-        assert cache.statistics().core.operations["backup_host"] == 1, "the host's pages of it are on their way"
-        storage.gate.set()
+    async with fetched_while_it_is_saved(1, 2) as (cache, (first, second), computed):
         assert (await second).tokens == 6 * PAGE
         await turns()
         assert not first.done()
         assert not parts(cache).driver.lock.locked(), "who waits for a backup does not hold the lock"
         computed.open()
         await first
-        lease.release()
         assert (await cache.match(text(6, 1))).host == 6 * PAGE
-    await storage.aclose()
-    await device.aclose()
 
 
 async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back() -> None:
-    storage, device = SlowReads(), CpuDevice()
-    async with opened(settings(device=64, host=64), device=device, storage=storage) as cache:
-        await serve(cache, text(6, 1))
-        await cache.flush()
-    cache = await AsyncCache(settings(device=64, host=64), device=device, storage=storage).__aenter__()
-    lease = await cache.lease(text(6, 1), wait=False).__aenter__()
-    storage.gate.clear()
-    handle = cache.prefetch(text(6, 1))
-    await until(lambda: storage.reading == 1)
-    computed = device.gate()
-    await lease.commit(text(6, 1), after=computed)
-    storage.gate.set()
-    await turns()
-    core = parts(cache).core
-    assert core.statistics().operations["prefetch"] == 1
-    assert core.statistics().operations["backup_host"] == 1
-    lease.release(after=computed)
-    await cache.aclose(timeout=0.0)
-    assert core.statistics().operations["prefetch"] == 0
-    assert handle.done()
-    check(core)
-    computed.open()
-    await storage.aclose()
-    await device.aclose()
+    async with fetched_while_it_is_saved(1) as (cache, (handle,), _):
+        await turns()
+        core = parts(cache).core
+        assert core.statistics().operations["prefetch"] == 1
+        await cache.aclose(timeout=0.0)
+        assert core.statistics().operations["prefetch"] == 0
+        assert handle.done()
+        check(core)
 
 
 # The tree lock by itself: first come, first served; taken without an await only while it is free; cancelled safely.
@@ -315,18 +249,14 @@ async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back(
 async def test_it_is_taken_without_an_await_while_it_is_free_and_not_otherwise() -> None:
     lock = TreeLock()
     assert lock.take()
-    assert lock.locked()
     assert not lock.take()
     lock.release()
-    assert not lock.locked()
     with pytest.raises(StopIteration):
         acquire(lock).send(None)
     assert lock.locked()
-
-
-def test_releasing_what_nobody_holds_is_a_bug() -> None:
+    lock.release()
     with pytest.raises(RuntimeError, match="does not hold"):
-        TreeLock().release()
+        lock.release()
 
 
 async def test_it_passes_on_in_the_order_of_arrival_and_is_never_free_in_between() -> None:
@@ -412,44 +342,11 @@ async def test_never_two_holders_and_never_nobody_while_somebody_waits(seed: int
 NODES = 40
 
 
-def take_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make slices so short that a few pages need several."""
-    usual = CacheConfig.core
-
-    def few(config: CacheConfig) -> CoreConfig:
-        return replace(usual(config), slice_steps=4)
-
-    monkeypatch.setattr(CacheConfig, "core", few)
-
-
-async def close(cache: AsyncCache) -> None:
-    await cache.aclose()
-
-
-async def detach(cache: AsyncCache) -> None:
-    await cache.detach_storage()
-
-
-async def flush(cache: AsyncCache) -> None:
-    await cache.flush()
-
-
-async def invalidate(cache: AsyncCache) -> None:
-    await cache.invalidate()
-
-
-async def reset(cache: AsyncCache) -> None:
-    await cache.reset()
-
-
 @pytest.mark.source
-@pytest.mark.parametrize("call", [close, detach, flush, invalidate, reset])
-async def test_between_two_slices_the_lock_is_free(
-    call: Callable[[AsyncCache], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take_few_steps(monkeypatch)
-    storage = MemoryBackend()
-    async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage, idle=False) as cache:
+@pytest.mark.parametrize("call", ["aclose", "detach_storage", "flush", "invalidate", "reset"])
+async def test_between_two_slices_the_lock_is_free(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_steps(monkeypatch)
+    async with opened(settings(device=2 * NODES, host=2 * NODES), storage=MemoryBackend(), idle=False) as cache:
         for seed in range(NODES):
             await serve(cache, text(1, seed))
         await settled(cache)
@@ -468,17 +365,16 @@ async def test_between_two_slices_the_lock_is_free(
 
         driver.call_locked = counted  # type: ignore[method-assign]
         monkeypatch.setattr(TreeLock, "release", released)
-        await call(cache)
+        await getattr(cache, call)()
         assert slices.total() >= NODES // 4 - 1
         assert max(slices.values()) == 1
-    await storage.aclose()
 
 
 @pytest.mark.source
 async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while_it_went_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take_few_steps(monkeypatch)
+    few_steps(monkeypatch)
     storage = MemoryBackend()
     async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage) as cache:
         for seed in range(NODES):
@@ -489,7 +385,6 @@ async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while
         await cache.invalidate("gone")
         assert storage.stats()["pages"] == 0
         holder.release()
-    await storage.aclose()
 
 
 # Two laws of the driver, seen from outside: outcomes that wait are applied before anything is decided on top of them,
@@ -498,21 +393,6 @@ async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while
 
 CALLS = ("lease", "commit", "extend", "release", "advance", "truncate", "complete", "drain", "prefetch_open",
          "prefetch_take_full", "prefetch_take_aux", "prefetch_commit", "prefetch_release")  # fmt: skip
-
-
-@asynccontextmanager
-async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcome]]:
-    """A backup has landed, and nobody has told the core."""
-    async with opened(settings(device=16, host=16)) as cache:
-        held: list[Outcome] = []
-        stage = local(cache).backup_host
-        post = stage._ended
-        stage._ended = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
-        await serve(cache, text(4))
-        await until(lambda: len(held) == 1)
-        stage._ended = post
-        assert backups(cache) == 1
-        yield cache, held[0]
 
 
 def backups(cache: AsyncCache) -> int:
@@ -533,41 +413,20 @@ def watch(cache: AsyncCache, call: str) -> list[int]:
     return seen
 
 
-async def enter(cache: AsyncCache) -> None:
-    async with cache.lease(text(4, seed=2)):
-        pass
-
-
-async def look(cache: AsyncCache) -> None:
-    await cache.match(text(4))
-
-
 @pytest.mark.source
-@pytest.mark.parametrize(("use", "call"), [(enter, "lease"), (look, "match")])
-async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
-    use: Callable[[AsyncCache], Awaitable[None]], call: str
-) -> None:
-    async with with_an_outcome_that_waits() as (cache, outcome):
-        driver = parts(cache).driver
-        async with holding(driver.lock):
-            using = asyncio.ensure_future(use(cache))
-            await turns()  # it is in line for the lock, before the ack task
-            seen = watch(cache, call)
-            driver.post(outcome)
-        await using
-        assert seen[0] == 0
-
-
-@pytest.mark.source
-@pytest.mark.parametrize("call", ["commit", "extend"])
-async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: str) -> None:
+@pytest.mark.parametrize("call", ["lease", "match", "commit", "extend"])
+async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(call: str) -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
         driver, tokens = parts(cache).driver, text(2, seed=3)
         async with cache.lease(tokens) as lease:
             compute(cache, lease, tokens)
+            work: dict[str, Callable[[], Awaitable[object]]] = {
+                "lease": lambda: serve(cache, text(4, seed=2)), "match": lambda: cache.match(text(4)),
+                "commit": lambda: lease.commit(tokens), "extend": lambda: lease.extend(1),
+            }  # fmt: skip
             async with holding(driver.lock):
-                using = asyncio.ensure_future(lease.commit(tokens) if call == "commit" else lease.extend(1))
-                await turns()
+                using = asyncio.ensure_future(work[call]())
+                await turns()  # it is in line for the lock, before the ack task
                 seen = watch(cache, call)
                 driver.post(outcome)
             await using
@@ -575,39 +434,20 @@ async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: st
 
 
 @pytest.mark.source
-async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
+async def test_between_two_slices_what_waits_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_steps(monkeypatch)
     async with with_an_outcome_that_waits() as (cache, outcome):
+        for seed in range(1, 15):
+            await serve(cache, text(4, seed))
+        await until(lambda: backups(cache) == 1)
         seen = watch(cache, "lease")
-        parts(cache).driver.post(outcome)
-        entering = cache.lease(text(4, seed=2)).__aenter__()
-        with pytest.raises(StopIteration) as entered:
-            entering.send(None)  # without one turn of the loop
-        assert seen == [0]
-        entered.value.value.release()
-
-
-@pytest.mark.source
-@pytest.mark.slow(1)
-async def test_between_two_slices_what_waits_is_applied() -> None:
-    async with opened(settings(device=2404, host=2404)) as cache:
-        for seed in range(800):
-            await serve(cache, text(3, seed))
-        await settled(cache)
-        held: list[Outcome] = []
-        stage = local(cache).backup_host
-        post = stage._ended
-        stage._ended = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
-        await serve(cache, text(4, seed=5000))
-        await until(lambda: len(held) == 1)
-        stage._ended = post
-        seen = watch(cache, "lease")
-        entering = asyncio.create_task(cache.lease(text(2400, seed=9999)).__aenter__())
+        entering_it = entering(cache, 56, 9999)
         await asyncio.sleep(0)
         assert parts(cache).driver.lock.locked(), "the grant takes several slices"
         before = len(seen)
         assert seen == [1] * before
-        parts(cache).driver.post(held[0])  # the ack task cannot come by
-        (await entering).release()
+        parts(cache).driver.post(outcome)  # the ack task cannot come by
+        (await entering_it).release()
         assert seen[before:] == [0] * (len(seen) - before) != []
 
 
@@ -647,13 +487,6 @@ class Promptness:
             self.late.append(name)
 
 
-async def contend(lock: TreeLock) -> None:
-    for _ in range(200):
-        async with holding(lock):
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-
 @pytest.mark.source
 async def test_what_the_core_decides_is_in_the_queues_before_anybody_else_runs() -> None:
     storage = MemoryBackend()
@@ -667,11 +500,12 @@ async def test_what_the_core_decides_is_in_the_queues_before_anybody_else_runs()
                     await lease.loaded()
                     await grow(lease, tokens)
 
-            await asyncio.gather(contend(parts(cache).driver.lock), *(request(number) for number in range(24)))
+            contending = asyncio.ensure_future(contend(parts(cache).driver.lock))
+            await asyncio.gather(*(request(number) for number in range(24)))
+            contending.cancel()
             await cache.flush()
             assert prompt.late == []
             assert prompt.plans > 50
-    await storage.aclose()
 
 
 async def grow(lease: Lease, tokens: list[int]) -> None:
@@ -683,42 +517,7 @@ async def grow(lease: Lease, tokens: list[int]) -> None:
     lease.truncate(len(tokens))
 
 
-@pytest.mark.parametrize("call", ["commit", "extend"])
-async def test_a_call_cancelled_at_any_turn_after_it_waited_for_the_lock_is_done_or_undone(call: str) -> None:
-    async with opened(settings(device=16, host=64)) as cache:
-        driver, turn, running = parts(cache).driver, 0, True
-        while running:
-            tokens = text(3, seed=turn)
-            async with cache.lease(tokens) as lease:
-                compute(cache, lease, tokens)
-                async with holding(driver.lock):
-                    using = asyncio.ensure_future(lease.commit(tokens) if call == "commit" else lease.extend(PAGE))
-                    await turns()
-                await turns(turn)
-                running = not using.done()
-                using.cancel()
-                await asyncio.gather(using, return_exceptions=True)
-                assert lease.pages.size in ((3,) if call == "commit" else (3, 4))
-            await settled(cache)
-            check(parts(cache).core, idle=True)
-            match = await cache.match(tokens)
-            assert (match.device, match.host) in {(0, 0), (3 * PAGE, 3 * PAGE)}
-            turn += 1
-            assert turn < 50
-
-
 # When outcomes take effect, and what the garbage collector is told.
-
-
-async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
-    async with opened(settings(host=16)) as cache:
-        driver = parts(cache).driver
-        await serve(cache, text(4))
-        async with holding(driver.lock):  # the ack task cannot come by
-            await until(lambda: driver.unapplied == 1)
-            assert cache.statistics().core.operations["backup_host"] == 1
-            driver.apply_outcomes()
-            assert cache.statistics().core.operations["backup_host"] == 0
 
 
 @pytest.mark.source
@@ -765,8 +564,6 @@ def test_torch_comes_with_the_first_cache_and_not_before() -> None:
         "a.AsyncCache(a.CacheConfig(model='m', components=(a.Full(bytes_per_token=4, device_tokens=16),)));"
         "assert 'torch' in sys.modules; assert set(a.__all__) == set(dir(a))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=_root())
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def _root() -> Path:
-    return Path(__file__).parents[2]
