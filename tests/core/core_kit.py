@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,3 +86,14 @@ def with_store_of(
         writer.insert(text, checkpoint=checkpoint)
     writer.flush()
     return SynchronousRuntime(config, storage=writer.storage)
+
+
+def broken_laws(laws: Sequence[Callable[[], None]]) -> list[str]:
+    """The names of those that do not hold."""
+    broken = []
+    for law in laws:
+        try:
+            law()
+        except AssertionError:
+            broken.append(law.__name__)
+    return broken

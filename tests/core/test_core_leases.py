@@ -21,7 +21,7 @@ from asynccache.core.plan import (
     Wait,
 )
 from asynccache.errors import CacheFull, InvariantViolation
-from tests.core.core_kit import COMPONENTS, forget, granted, insert, runtime
+from tests.core.core_kit import COMPONENTS, forget, granted, insert, runtime, saved
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
 # Leases: all or nothing, pins, splits under a pin, private copies, commits, duplicates, early release, load_back.
@@ -310,14 +310,10 @@ def test_an_ended_conversation_goes_first_although_it_waits_in_an_order_already(
 
 def test_an_ended_conversation_leaves_the_host_first_too() -> None:
     run = runtime(device=8, host=12)
-    for text in ("abcd", "efgh", "wxyz"):
-        run.insert(text)
-        run.settle()
+    saved(run, "abcd", "efgh", "wxyz")
     request = granted(run, "wxyzX")
     request.release(ended=True)
-    for text in ("stuv", "mnop"):
-        run.insert(text)
-        run.settle()
+    saved(run, "stuv", "mnop")
     assert run.reach("wxyz")[1] < 4
     assert run.reach("efgh")[1] == 4
 

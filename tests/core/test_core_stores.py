@@ -337,6 +337,49 @@ def test_after_a_store_has_left_nothing_passes_for_stored() -> None:
     assert run.unsaved() == (0, 0)
 
 
+def test_what_was_under_way_to_a_store_that_left_does_not_pass_for_stored_either() -> None:
+    run = storing(storage=True)
+    run.insert(TEXT)
+    run.complete(*run.in_flight())
+    stores = run.in_flight(BackupStorage)
+    assert stores
+    detach(run, Access.WRITE)
+    run.complete(*stores)
+    run.storage.clear()
+    assert run.unsaved() == (0, 8)
+    run.flush()
+    assert in_store(run) == 8
+
+
+def test_what_was_being_fetched_from_it_does_not() -> None:
+    run = storing(storage=True)
+    run.insert(TEXT)
+    run.flush()
+    other = SynchronousRuntime(run.config, storage=dict(run.storage))
+    fetch = open_fetch(other, spell(TEXT))
+    assert isinstance(fetch, Fetch)
+    assert fetch.take_full(8) == 8
+    detach(other, Access.WRITE)
+    assert fetch.finish() == 8 * other.page
+    assert other.unsaved() == (0, 8)
+
+
+def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
+    run = storing(storage=True)
+    run.insert(TEXT)
+    run.flush()
+    detach(run, Access.WRITE)
+    run.insert("abcdx")
+    run.settle()
+    run.flush()
+    assert run.unsaved() == (0, 0)
+    run.insert("abz")
+    assert run.unsaved() == (1, 0)
+    run.flush()
+    detach(run, Access.WRITE)
+    assert run.unsaved() == (0, 8 + 1 + 1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.slow(0.7)
 def test_a_backfill_misses_nothing_however_the_tree_changes_meanwhile(seed: int) -> None:
@@ -370,6 +413,22 @@ def test_a_backfill_names_what_the_tree_knows() -> None:
     assert all(effect.medium is Medium.STORAGE for effect in plan.effects if isinstance(effect, Publish))
     assert len(named) == 32 * (8 + 1)
     assert not run.jobs
+
+
+def test_a_dead_namespace_is_not_stored_again() -> None:
+    run = storing()
+    run.insert(TEXT)
+    run.flush()
+    request = run.lease(spell(TEXT))
+    attach(run)
+    backfill = run.core.backfill(store=True)
+    run.perform(run.core.invalidate(None))  # type: ignore[arg-type]
+    plan, over = backfill.some(9, 100)
+    run.perform(plan)
+    run.settle()
+    assert over
+    assert not run.storage
+    assert request is not None
 
 
 # Pages that storage did not take are offered again when it has taken others and is idle, and never many at once.
