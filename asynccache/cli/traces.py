@@ -32,6 +32,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -130,7 +131,8 @@ def read_trace(
     if conversations is not None and form.read is not _agentx:
         raise ConfigError(f"--conversations={conversations}: the requests of {path} have times of their own; it is a "
                           f"{form.name} trace")
-    size = _integer(where, row, "block_size", 1, MOST_BLOCK) if "block_size" in row else block_size or form.block
+    with _read_at(where):
+        size = checks.integer("block_size", row.get("block_size", block_size or form.block), 1, MOST_BLOCK)
     if block_size is not None and size != block_size:
         raise TraceError(f"{where}: block_size={size}, and {block_size} was given")
     found: list[TraceRequest] = []
@@ -194,72 +196,60 @@ def _record(line: bytes, path: str, number: int) -> Mapping[str, Any]:
     return row
 
 
-def _integer(
-    where: str, row: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None,
-) -> int:  # fmt: skip
-    """The field ``name`` of ``row``; ``default``, if it is not there."""
-    if default is not None and name not in row:
-        return default
+@contextmanager
+def _read_at(where: str) -> Iterator[None]:
+    """Within it a field that is missing or malformed is a TraceError that says where it is."""
     try:
-        return checks.integer(name, row[name], least, most)
-    except KeyError:
-        raise TraceError(f"{where}: the field {name!r} is missing") from None
+        yield
+    except KeyError as error:
+        raise TraceError(f"{where}: the field {error.args[0]!r} is missing") from None
     except ConfigError as error:
         raise TraceError(f"{where}: {error}") from None
 
 
-def _time(where: str, row: Mapping[str, Any], name: str, most: float) -> float:
-    try:
-        return checks.number(name, row[name], 0, most)
-    except KeyError:
-        raise TraceError(f"{where}: the field {name!r} is missing") from None
-    except ConfigError as error:
-        raise TraceError(f"{where}: {error}") from None
-
-
-def _ids(where: str, row: Mapping[str, Any], length: int, size: int, bits: int = 64) -> array[int]:
+def _ids(row: Mapping[str, Any], length: int, size: int, bits: int = 64) -> array[int]:
     """The ``hash_ids`` of a prompt of ``length`` tokens: as many as it has blocks, the last one perhaps without."""
-    if "hash_ids" not in row:
-        raise TraceError(f"{where}: the field 'hash_ids' is missing")
+    given = checks.instance("hash_ids", row["hash_ids"], (list, tuple))
     try:
-        checks.instance("hash_ids", row["hash_ids"], (list, tuple))
-        blocks = array("Q", msgspec.convert(row["hash_ids"], list[int]))
-    except ConfigError as error:
-        raise TraceError(f"{where}: {error}") from None
+        blocks = array("Q", msgspec.convert(given, list[int]))
     except (msgspec.ValidationError, OverflowError) as error:
         why = (f": {error}" if isinstance(error, msgspec.ValidationError)
                else " must be integers from 0 to 2**64 - 1")
-        raise TraceError(f"{where}: hash_ids={checks.shown(row['hash_ids'])}{why}") from None
+        raise ConfigError(f"hash_ids={checks.shown(given)}{why}") from None
     if bits < 64 and max(blocks, default=0) >= 1 << bits:
-        raise TraceError(f"{where}: hash_ids={checks.shown(row['hash_ids'])} must be integers from 0 to 2**{bits} - 1")
+        raise ConfigError(f"hash_ids={checks.shown(given)} must be integers from 0 to 2**{bits} - 1")
     if not length // size <= len(blocks) <= -(-length // size):
-        raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but a prompt of {length} tokens makes "
-                         f"{-(-length // size)} of {size} tokens")
+        raise ConfigError(f"hash_ids has {len(blocks)} blocks, but a prompt of {length} tokens makes "
+                          f"{-(-length // size)} of {size} tokens")
     return blocks
+
+
+def _request(row: Mapping[str, Any], size: int, unit: float) -> TraceRequest:
+    """The request in a record of Mooncake's or Qwen-Bailian's, whose times are in ``unit`` milliseconds."""
+    length = checks.integer("input_length", row["input_length"], 1, 1 << 24)
+    _check_size(row, size)
+    return TraceRequest(
+        checks.number("timestamp", row["timestamp"], 0, _MOST_TIME / unit) * unit, length,
+        checks.integer("output_length", row["output_length"], 0, 1 << 20), _ids(row, length, size),
+    )  # fmt: skip
 
 
 def _mooncake(records: Iterator[Record], size: int, _: int) -> Iterator[TraceRequest]:
     for where, row in records:
-        length = _integer(where, row, "input_length", 1, 1 << 24)
-        _same_size(where, row, size)
-        yield TraceRequest(
-            _time(where, row, "timestamp", _MOST_TIME), length,
-            _integer(where, row, "output_length", 0, 1 << 20), _ids(where, row, length, size),
-        )  # fmt: skip
+        with _read_at(where):
+            request = _request(row, size, 1)
+        yield request
 
 
 def _bailian(records: Iterator[Record], size: int, _: int) -> Iterator[TraceRequest]:
     roots: dict[int, int] = {}
     for where, row in records:
-        length = _integer(where, row, "input_length", 1, 1 << 24)
-        _same_size(where, row, size)
-        chat = _integer(where, row, "chat_id", 0, 1 << 62)
-        parent = _integer(where, row, "parent_chat_id", -1, 1 << 62, -1)
+        with _read_at(where):
+            request = _request(row, size, 1000)
+            chat = checks.integer("chat_id", row["chat_id"], 0, 1 << 62)
+            parent = checks.integer("parent_chat_id", row.get("parent_chat_id", -1), -1, 1 << 62)
         roots[chat] = chat if parent < 0 else roots.get(parent, parent)
-        yield TraceRequest(
-            _time(where, row, "timestamp", _MOST_TIME / 1000) * 1000, length,
-            _integer(where, row, "output_length", 0, 1 << 20), _ids(where, row, length, size), roots[chat],
-        )  # fmt: skip
+        yield request._replace(conversation=roots[chat])
 
 
 def _agentx(records: Iterator[Record], size: int, conversations: int) -> Iterator[TraceRequest]:
@@ -281,21 +271,22 @@ def _agentx(records: Iterator[Record], size: int, conversations: int) -> Iterato
 
 def _conversation(where: str, row: Mapping[str, Any], size: int, number: int) -> list[TraceRequest]:
     """The requests of one conversation, by their times since it began."""
-    if "requests" not in row:
-        raise TraceError(f"{where}: the field 'requests' is missing")
-    _same_size(where, row, size)
-    scope = row.get("hash_id_scope", "local")
-    if scope not in ("local", "global"):
-        raise TraceError(f"{where}: hash_id_scope={checks.shown(scope)} must be 'local' or 'global'")
+    with _read_at(where):
+        requests, scope = row["requests"], row.get("hash_id_scope", "local")
+        _check_size(row, size)
+        if scope not in ("local", "global"):
+            raise ConfigError(f"hash_id_scope={checks.shown(scope)} must be 'local' or 'global'")
     found: list[TraceRequest] = []
-    for place, (at, one) in _calls(where, row["requests"]):
-        length = _integer(place, one, "in", 1, 1 << 24)
-        blocks = array("Q")
-        if one.get("hash_ids"):
-            blocks = _ids(place, one, length, size, _LOCAL_BITS if scope == "local" else 64)
+    for place, (at, one) in _calls(where, requests):
+        with _read_at(place):
+            length = checks.integer("in", one["in"], 1, 1 << 24)
+            blocks = array("Q")
+            if one.get("hash_ids"):
+                blocks = _ids(one, length, size, _LOCAL_BITS if scope == "local" else 64)
+            output = checks.integer("out", one["out"], 0, 1 << 20)
         if scope == "local":
             blocks = array("Q", [number << _LOCAL_BITS | block for block in blocks])
-        found.append(TraceRequest(at * 1000, length, _integer(place, one, "out", 0, 1 << 20), blocks, number))
+        found.append(TraceRequest(at * 1000, length, output, blocks, number))
     found.sort(key=lambda request: request.timestamp)
     return found
 
@@ -308,7 +299,8 @@ def _calls(where: str, requests: Any, *, subagent: bool = False) -> Iterator[tup
         place = f"{where}: request {number}"
         if not isinstance(one, dict):
             raise TraceError(f"{place}: not a JSON object but {checks.shown(one)}")
-        at = _time(place, one, "t", _MOST_TIME / 1000)
+        with _read_at(place):
+            at = checks.number("t", one["t"], 0, _MOST_TIME / 1000)
         if "requests" not in one:
             yield place, (at, one)
             continue
@@ -320,9 +312,9 @@ def _calls(where: str, requests: Any, *, subagent: bool = False) -> Iterator[tup
             yield inside, (at + start if relative else start, call)
 
 
-def _same_size(where: str, row: Mapping[str, Any], size: int) -> None:
-    if (found := _integer(where, row, "block_size", 1, MOST_BLOCK, size)) != size:
-        raise TraceError(f"{where}: block_size={found}, and the trace began with {size}")
+def _check_size(row: Mapping[str, Any], size: int) -> None:
+    if (found := checks.integer("block_size", row.get("block_size", size), 1, MOST_BLOCK)) != size:
+        raise ConfigError(f"block_size={found}, and the trace began with {size}")
 
 
 class _Form(NamedTuple):

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from asynccache import AsyncCache, RankFailure, checks
-from asynccache.worker import RankWorker
+from asynccache.worker import EngineBatch, RankWorker
 from asynccache_shim.model import Batch, Model, ModelThread, returned
 from asynccache_shim.payload import PayloadReader, PayloadWriter
 
@@ -91,10 +91,15 @@ class Shards:
     async def _end_own(self, number: int, error: BaseException | None) -> None:
         batch = await self._own.heard(number)
         assert batch is not None
-        if error is None:
-            batch.end()
-        else:
-            batch.fail(repr(error))
+        _end(batch, error)
+
+
+def _end(batch: EngineBatch, error: BaseException | None) -> None:
+    """End a batch that the model of this rank has computed, or failed to compute with ``error``."""
+    if error is None:
+        batch.end()
+    else:
+        batch.fail(repr(error))
 
 
 async def follow(worker: RankWorker, model: Model) -> None:
@@ -115,11 +120,7 @@ async def follow(worker: RankWorker, model: Model) -> None:
         async for sent in worker:
             future = thread.start(model.forward, reader.read(sent.payload))
             cancelled = await returned(future)
-            error = future.exception()
-            if error is None:
-                sent.end()
-            else:
-                sent.fail(repr(error))
+            _end(sent, future.exception())
             if cancelled is not None:
                 raise cancelled
     finally:

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from asynccache.errors import Unavailable
 from asynccache.storage import ThreadPool, settled
@@ -37,8 +38,6 @@ PARTIAL = 2
 
 class _Piece:
     """Records of one put that go into the same pack."""
-
-    __slots__ = ("done", "free", "headers", "keys", "payloads", "size", "upload")
 
     def __init__(self, keys: Sequence[bytes], headers: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
         loop = asyncio.get_running_loop()
@@ -66,18 +65,16 @@ class _Piece:
             self.free.set_result(None)
 
 
+@dataclass(eq=False)
 class _Upload:
     """A pack that is being sent."""
 
-    __slots__ = ("name", "pieces", "size", "task", "wanted")
-
-    def __init__(self, name: str, pieces: list[_Piece], size: int) -> None:
-        self.name = name
-        self.pieces = pieces
-        self.size = size
-        self.wanted = len(pieces)
-        """How many of its pieces have callers that still wait."""
-        self.task: asyncio.Task[None]
+    name: str
+    pieces: list[_Piece]
+    size: int
+    wanted: int
+    """How many of its pieces have callers that still wait."""
+    task: asyncio.Task[None] = field(init=False)
 
 
 class Uploads:
@@ -170,7 +167,7 @@ class Uploads:
             partial = sum(upload.size < self._pack // 2 for upload in self._sending)
             if size < self._pack // 2 and partial >= PARTIAL:
                 return
-            upload = _Upload(self._clock.name(), [self._line.popleft() for _ in range(count)], size)
+            upload = _Upload(self._clock.name(), [self._line.popleft() for _ in range(count)], size, count)
             for piece in upload.pieces:
                 piece.upload = upload
             self._sending.add(upload)
