@@ -286,7 +286,8 @@ async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_l
     lock.release()  # before the first could take itself out: the second has it
     second.cancel()  # after it was handed over
     await asyncio.gather(first, second, return_exceptions=True)
-    await third
+    await turns(2)
+    assert third.done(), "it was not handed on"
     assert lock.locked()
     lock.release()
     assert not lock.locked()

@@ -475,7 +475,7 @@ def url(request: pytest.FixtureRequest) -> str:
 @pytest.mark.slow
 async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url: str) -> None:
     backend = await open_backend(url, SMALL)
-    keys = some_keys("share", 6)
+    keys = some_keys("share", 5)
     s3_server.hang()
     try:
         puts = [asyncio.ensure_future(backend.put([key], [record_of(key, SMALL)])) for key in keys]
@@ -488,9 +488,9 @@ async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url
     finally:
         s3_server.resume()
     await asyncio.wait(puts)
-    assert [task.cancelled() for task in puts] == [True, False, True, True, False, False]
-    assert [task.result() for task in (puts[1], *puts[4:])] == [[HIT]] * 3
-    assert await backend.exists(keys) == [MISS, HIT, MISS, HIT, HIT, HIT]
+    assert [task.cancelled() for task in puts] == [True, False, True, True, False]
+    assert [task.result() for task in (puts[1], puts[4])] == [[HIT]] * 2
+    assert await backend.exists(keys) == [MISS, HIT, MISS, HIT, HIT]
     assert backend.stats()["packs"] == 2
     await backend.aclose()
 

@@ -216,6 +216,27 @@ async def test_cancelled_while_opening(server: RedisServer) -> None:
             await task.result().aclose()
 
 
+async def test_after_a_put_that_asked_for_room_and_was_cancelled_the_next_one_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("asynccache_backends.redis.backend._now", lambda: now)
+    with RedisServer(maxmemory=4 << 20) as server:
+        async with backend_at(server.url, BIG) as backend:
+            await put_big(backend, 64)
+            assert set(await put_big(backend, 8, 100)) == {FAILED}
+            await backend.clear()
+            now = 1.0
+            server.say("CLIENT", "PAUSE", 60_000, "WRITE")
+            asking = asyncio.create_task(put_big(backend, 4, 200))
+            await until(lambda: "blocked_clients:1" in server.say("INFO", "clients"))
+            asking.cancel()
+            await asyncio.wait([asking])
+            server.say("CLIENT", "UNPAUSE")
+            assert asking.cancelled()
+            assert await put_big(backend, 4, 300) == [HIT] * 4
+
+
 # A refusal of a Redis server is heard at once, and a command that it has not done is not taken for done.
 
 
