@@ -18,6 +18,7 @@ from tests.stores.kinds import backend_at, opened, until_answered
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
 from tests.stores.test_redis_connection import connected, silent
+from tests.waiting import until
 
 # A real server that is killed, hung, emptied, full, or wants to know who asks.
 

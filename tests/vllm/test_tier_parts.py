@@ -52,7 +52,7 @@ def test_all_that_can_be_said() -> None:
     })  # fmt: skip
     assert options == TierOptions(
         storage=("memory:?capacity=1GiB", "redis://cache:6379"), namespace="tiny 3", lookup_timeout=2.0,
-        store_options={"timeout": "2.5", "slow": "1", "write": "no"}, events=True, locality="REMOTE",
+        store_options={"timeout": "2.5", "slow": "1", "write": "no"}, enable_kv_events=True, locality="REMOTE",
         compatible_with="0.32.0+cu130",
     )  # fmt: skip
 
