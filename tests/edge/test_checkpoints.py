@@ -166,10 +166,6 @@ async def _match(cache: AsyncCache, match: Any) -> object:
     return match.device
 
 
-async def _explained(cache: AsyncCache, explained: Any) -> object:
-    return explained.device
-
-
 async def _kept(cache: AsyncCache, kept: Any) -> object:
     kept.release()
     return kept.tokens
@@ -189,7 +185,7 @@ async def _prefetched(cache: AsyncCache, handle: Any) -> object:
 
 TAKING: dict[str, tuple[Call, Check]] = {
     "asynccache.AsyncCache.match": (lambda cache, tokens: cache.match(tokens), _match),
-    "asynccache.AsyncCache.explain": (lambda cache, tokens: cache.explain(tokens), _explained),
+    "asynccache.AsyncCache.explain": (lambda cache, tokens: cache.explain(tokens), _match),
     "asynccache.AsyncCache.keep": (lambda cache, tokens: cache.keep(tokens), _kept),
     "asynccache.AsyncCache.lease": (lambda cache, tokens: cache.lease(tokens), _leased),
     "asynccache.AsyncCache.prefetch": (lambda cache, tokens: cache.prefetch(tokens), _prefetched),
