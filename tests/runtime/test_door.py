@@ -393,6 +393,8 @@ async def test_a_cache_that_closes_lets_nobody_wait() -> None:
             with pytest.raises(CacheClosed):
                 await waiter
         assert parts(cache).driver.growing == {waiting["growth"]}
+        with pytest.raises(CacheClosed):
+            parts(cache).driver.wait_to_grow()
         lease.release()
 
 
