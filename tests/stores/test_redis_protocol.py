@@ -265,6 +265,15 @@ def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
         assert settings.tls_name == "kv"
 
 
+@pytest.mark.parametrize(("url", "says"), [
+    ("redis:", "host:port"), ("redis://h:0", "host:port"), ("redis://h,", "host:port"), ("redis://h/x", "database"),
+    ("redis://h/1000000", "database"), ("redis://h?prefix=a%0A", "prefix"), ("redis://h?cluster=maybe", "cluster"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _of(url)
+
+
 def test_no_form_of_the_settings_shows_a_secret() -> None:
     settings = _of("redis://alice:hunter2@h")
     assert "hunter2" not in f"{settings} {settings!r} {[settings]}"
