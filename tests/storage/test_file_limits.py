@@ -542,6 +542,36 @@ async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_
         assert await get(again, [key]) == [Result.MISS]
 
 
+async def test_a_page_that_is_deleted_while_its_segment_is_removed_does_not_come_back_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is still there when the deletion has ended, and the process is killed then."""
+    store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
+    folder, removing, go_on = file_backend(store)._log.folder, threading.Event(), threading.Event()
+    remove = folder.unlink
+
+    def held(name: str) -> None:
+        removing.set()
+        go_on.wait(30)
+        remove(name)
+
+    monkeypatch.setattr(folder, "unlink", held)
+    first, number = page_key("0"), 0
+    while not removing.is_set():
+        await put(store, [page_key(str(number))])
+        number += 1
+        await turns(5)
+    try:
+        await store.delete([first])
+        shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    finally:
+        go_on.set()
+    await store.aclose()
+    again = await open_at(tmp_path / "killed")
+    assert await get(again, [first]) == [Result.MISS]
+    await again.aclose()
+
+
 async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:
     """The bytes are in the file, and nothing has been done about it yet."""
     store = await open_at(tmp_path / "s")

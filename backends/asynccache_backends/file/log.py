@@ -384,10 +384,14 @@ class SegmentLog:
         return sum(moved_bytes(g.length, n) for g in self.index.groups_of(segment.number) if (n := len(g.live())))
 
     async def _evict(self, segment: Segment) -> None:
-        before = self.index.pages
-        self._forget(segment)
-        self.counts["evicted_pages"] += before - self.index.pages
-        await self.threads.run(self._unlink, segment)
+        """Delete a segment. Its pages are found until its file is gone: so what is deleted before that is written down,
+        and does not come back after a kill."""
+        try:
+            await self.threads.run(self._unlink, segment)
+        finally:
+            before = self.index.pages
+            self._forget(segment)
+            self.counts["evicted_pages"] += before - self.index.pages
 
     def _forget(self, segment: Segment) -> None:
         self.segments.pop(segment.number, None)
