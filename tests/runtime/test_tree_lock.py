@@ -19,7 +19,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, PrefetchHandle
 from asynccache.core.audit import check
-from asynccache.core.plan import More, Outcome, Plan
+from asynccache.core.plan import BackupHost, More, Outcome, Plan
 from asynccache.errors import InvariantViolation
 from asynccache.memory.signals import HostGate
 from asynccache.runtime.core_calls import acquire, holding
@@ -46,6 +46,7 @@ from tests.runtime.runtime_kit import (
     until,
 )
 from tests.runtime.test_door import contend
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 from tests.simulated.world import play
 
 # The tree lock and the two queues: who may split a node, and how outcomes and completed prefetches reach the core.
@@ -568,3 +569,17 @@ def test_torch_comes_with_the_first_cache_and_not_before() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
+    run = SynchronousRuntime(core_config(device=32, host=8))
+    run.insert("abcdef")
+    run.flush()
+    run.perform(run.core.claim(1, SPACE, spell("abcdef")))
+    run.insert("uvwxyz")  # its backup must wait for room on the host
+    assert run.core.statistics().deferred_backups == 1
+    run.prompt = False
+    run.perform(run.core.release_claim(1))
+    assert run.core.behind
+    assert not run.in_flight(BackupHost)
+    run.perform(run.core.follow_up())
+    assert run.in_flight(BackupHost)
+    assert not run.core.behind

@@ -15,6 +15,7 @@ import pytest
 from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, about, joined, storing
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
+from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.storage import HostPort, Record, Result, parse_url
 from tests.stores.redis_server import Certificate
