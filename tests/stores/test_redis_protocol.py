@@ -15,6 +15,7 @@ import pytest
 from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, about, joined, storing
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
+from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.storage import HostPort, Record, Result, parse_url
 from tests.stores.redis_server import Certificate
@@ -263,6 +264,15 @@ def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
         assert settings.tls.check_hostname
         assert "localhost" in str(settings.tls.get_ca_certs())
         assert settings.tls_name == "kv"
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("redis:", "host:port"), ("redis://h:0", "host:port"), ("redis://h,", "host:port"), ("redis://h/x", "database"),
+    ("redis://h/1000000", "database"), ("redis://h?prefix=a%0A", "prefix"), ("redis://h?cluster=maybe", "cluster"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _of(url)
 
 
 def test_no_form_of_the_settings_shows_a_secret() -> None:
