@@ -22,7 +22,7 @@ from asynccache import (
 from asynccache.core.audit import check
 from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.ledger import COMPUTE
-from asynccache.core.plan import Status
+from asynccache.core.plan import More, Status, Wait
 from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.runtime import tokens as tokens_module
 from asynccache.runtime.core_calls import holding
@@ -505,6 +505,108 @@ async def test_a_call_that_is_cancelled_at_any_await_is_done_or_undone_and_leave
             turn += 1
             assert turn < 1000, "it never ended by itself"
         assert turn > 3 or call in (keep, prefetch)
+
+
+class Sliced:
+    """Has a call of the core answer with so many slices that do nothing first."""
+
+    def __init__(self, cache: AsyncCache, name: str, slices: int = 3) -> None:
+        self.core, self.name, self.slices = parts(cache).core, name, slices
+        self.call = getattr(self.core, name)
+        setattr(self.core, name, self)
+
+    def __call__(self, *args: Any, **terms: Any) -> Any:
+        if self.slices:
+            self.slices -= 1
+            return More(self.core.world.plan())
+        return self.call(*args, **terms)
+
+
+@pytest.mark.source
+async def test_an_extend_that_is_cancelled_between_slices_is_finished_and_then_cancelled() -> None:
+    async with opened(settings(device=8)) as cache:
+        async with cache.lease(text(2)) as lease:
+            sliced = Sliced(cache, "extend")
+            growing = asyncio.create_task(lease.extend(4 * PAGE))
+            await asyncio.sleep(0)
+            assert parts(cache).driver.lock.locked()
+            growing.cancel()
+            await asyncio.wait([growing])
+            assert growing.cancelled()
+            assert not sliced.slices
+            assert lease.pages.size == 6, "what was granted is the lease's"
+            lease.release()
+            assert cache.statistics().device["full"].free == 8
+
+
+@pytest.mark.source
+async def test_a_lease_cancelled_while_it_asks_in_slices_whether_to_stop_its_prefetch_ends_there() -> None:
+    storage = MemoryBackend()
+    async with opened(settings(device=16, host=16), storage=storage) as cache:
+        async with cache.lease(text(4)) as lease:
+            compute(cache, lease, text(4))
+            await lease.commit(text(4))
+        assert await cache.flush() == (0, 0)
+    go = asyncio.Event()
+    read = storage.get
+
+    async def held(*args: Any) -> Any:
+        await go.wait()
+        return await read(*args)
+
+    storage.get = held  # type: ignore[method-assign,assignment]
+    async with opened(settings(device=16, host=16, prefetch_policy="best_effort"), storage=storage) as cache:
+        handle = cache.prefetch(text(4))
+        await turns()
+        sliced = Sliced(cache, "lease")
+        entering = asyncio.create_task(cache.lease(text(4), prefetch=handle).__aenter__())
+        await until(lambda: sliced.slices < 3)
+        entering.cancel()
+        await turns()
+        assert not sliced.slices, "the slices went on"
+        assert entering.cancelled()
+        assert cache.statistics().leases == 0
+        go.set()
+        await handle
+    await storage.aclose()
+
+
+@pytest.mark.source
+async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
+    async with opened(settings(device=8)) as cache:
+        await serve(cache, text(2))
+        sliced = Sliced(cache, "lease")
+        keeping = asyncio.create_task(cache.keep(text(2)))
+        await asyncio.sleep(0)
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        assert keeping.cancelled()
+        assert not sliced.slices
+        assert cache.statistics().kept_tokens == 0
+        assert cache.statistics().leases == 0
+
+
+@pytest.mark.source
+async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_waits_for_has_ended() -> None:
+    async with opened(settings(device=8)) as cache:
+        driver, core = parts(cache).driver, parts(cache).core
+        commit, asked = core.commit, 0
+
+        def waiting(*args: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return Wait(ops=(999,)) if 999 in driver.ops else commit(*args)
+
+        core.commit = waiting  # type: ignore[method-assign,assignment]
+        async with cache.lease(text(2)) as lease:
+            driver.ops.open(999)
+            committing = asyncio.create_task(lease.commit(text(2)))
+            await turns()
+            assert (asked, driver.lock.locked(), committing.done()) == (1, False, False)
+            driver.ops.end(999, Status.DONE)
+            await asyncio.wait_for(committing, 60)
+        assert asked == 2
+        assert (await cache.match(text(2))).device == 2 * PAGE
 
 
 @pytest.mark.source
