@@ -121,7 +121,7 @@ async def _measured(options: Options, url: str, size: int, count: int, tell: Tel
             results = await call(which)
             latencies.append(time.perf_counter() - began)
             if failed := len(results) - results.count(Result.HIT):
-                why = store.last_error or f"{', '.join(sorted({one.name for one in results}))}, without an error"
+                why = store.last_error or f"{', '.join(sorted({result.name for result in results}))}, without an error"
                 raise BackendError(f"the store failed for {failed} of {len(results)} pages: {why}")
             tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {options.repeat}: "
                  f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")

@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except AsyncCacheError as error:
         return _refused(str(error), debug)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 1

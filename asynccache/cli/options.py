@@ -143,7 +143,8 @@ class CommandOptions(Settings, frozen=True, kw_only=True):
                 if isinstance(text, bool):
                     found[name] = text
                 elif "several" in field.extra and "parse" not in field.extra:
-                    found[name] = field.check(label, text if isinstance(text, list) else [text])
+                    texts = text if isinstance(text, list) else [text]
+                    found[name] = field.check(label, [one for one in texts if one])  # an empty one names none
                 else:
                     found[name] = field.read(label, "\n".join(text) if isinstance(text, list) else text)
         return found

@@ -96,9 +96,9 @@ class BatchOrder:
 class Subscriber:
     """Reads the batches of one publisher. Not thread-safe.
 
-    A publisher that was started again begins at number 0, and is noticed by a number that was received before. What is
-    read from it then begins with AllBlocksCleared. If the new publisher has sent more batches than its predecessor
-    before the subscriber receives one, the restart cannot be noticed.
+    A publisher that was started again begins at number 0, and is noticed by a number that was received before. Then a
+    batch with AllBlocksCleared comes first. If the new publisher has sent more batches than its predecessor before the
+    subscriber receives one, the restart cannot be noticed.
 
     Args:
         endpoint: the address of the publisher's PUB socket.
@@ -162,14 +162,8 @@ class Subscriber:
 
     def _in_order(self, number: int, payload: bytes) -> Iterator[Received]:
         expected, missing = self._order.next, self._order.missing(number, payload)
-        again = self._order.next < expected  # the publisher was started again: what it announced before is gone
-        for received in self._up_to(number, payload, missing):
-            if again and not isinstance(next(iter(received.batch.events), None), AllBlocksCleared):
-                yield Received(expected - 1, EventBatch(time.time(), [AllBlocksCleared()]))
-            again = False
-            yield received
-
-    def _up_to(self, number: int, payload: bytes, missing: int) -> Iterator[Received]:
+        if self._order.next < expected:  # the publisher was started again: what it announced before is gone
+            yield Received(expected - 1, EventBatch(time.time(), [AllBlocksCleared()]))
         if missing > 0:
             yield from self._replayed(number)
             yield from self._order.give_up(number)

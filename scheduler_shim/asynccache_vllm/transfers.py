@@ -39,7 +39,7 @@ OVERDUE = 0.25
 memory."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ChunkTransfer:
     """One of vLLM's jobs."""
 

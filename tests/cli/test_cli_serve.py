@@ -50,6 +50,12 @@ def test_options_and_a_file_say_the_same(tmp_path: Path) -> None:
     assert options("--config", str(file), "--memory", "1GiB").memory == GIB, "what is given here wins"
 
 
+def test_an_empty_text_names_no_store_and_no_limit() -> None:
+    """As a unit or a container gives it whose variable is not set."""
+    read = options("--listen", "unix:/run/x.sock", "--memory", "1GiB", "--storage", "", "--limit", "")
+    assert (read.storage, read.limits) == ((), {})
+
+
 def test_the_rows_say_what_is_wrong() -> None:
     now: dict[str, float] = {
         "capacity_bytes": GIB, "free_bytes": GIB // 4, "pages": 1234, "clients": 3, "processes": 2, "hits": 90,

@@ -106,8 +106,8 @@ def test_a_publisher_that_began_anew_is_read_from_its_beginning() -> None:
             one_by_one(second, number, number + 1)
             number += 1
             batches += subscriber.receive(0.02)
-    assert batches[0].batch.events[0] == AllBlocksCleared()
-    assert [batch.number for batch in batches] == list(range(len(batches)))
+    assert [batches[at].batch.events[0] for at in (0, 1)] == [AllBlocksCleared()] * 2, "of the old one, of the new one"
+    assert [batch.number for batch in batches[1:]] == list(range(len(batches) - 1))
 
 
 def test_what_a_dead_publisher_announced_is_cleared_though_its_successor_does_not_say_so() -> None:

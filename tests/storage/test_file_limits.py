@@ -542,10 +542,11 @@ async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_
         assert await get(again, [key]) == [Result.MISS]
 
 
-async def test_a_page_that_is_deleted_while_its_segment_is_removed_does_not_come_back_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", ["eviction", "clear"])
+async def test_while_a_segment_is_removed_its_pages_can_be_deleted_for_good_and_stored_again(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is still there when the deletion has ended, and the process is killed then."""
+    """The file is still there when a deletion has ended, and the process is killed then; what was put stays."""
     store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
     folder, removing, go_on = file_backend(store)._log.folder, threading.Event(), threading.Event()
     remove = folder.unlink
@@ -556,20 +557,27 @@ async def test_a_page_that_is_deleted_while_its_segment_is_removed_does_not_come
         remove(name)
 
     monkeypatch.setattr(folder, "unlink", held)
-    first, number = page_key("0"), 0
+    deleted, again, number = page_key("0"), page_key("1"), 1
+    await put(store, [deleted, again])
+    clearing = asyncio.create_task(store.clear()) if by == "clear" else None
     while not removing.is_set():
-        await put(store, [page_key(str(number))])
-        number += 1
+        if clearing is None:
+            number += 1
+            await put(store, [page_key(str(number))])
         await turns(5)
     try:
-        await store.delete([first])
+        await store.delete([deleted])
         shutil.copytree(tmp_path / "s", tmp_path / "killed")
+        assert await put(store, [again]) == [Result.HIT]
     finally:
         go_on.set()
+    await asyncio.gather(*filter(None, [clearing]))
+    await store.flush()
+    assert await get(store, [deleted, again]) == [Result.MISS, Result.HIT]
     await store.aclose()
-    again = await open_at(tmp_path / "killed")
-    assert await get(again, [first]) == [Result.MISS]
-    await again.aclose()
+    killed = await open_at(tmp_path / "killed")
+    assert await get(killed, [deleted]) == [Result.MISS]
+    await killed.aclose()
 
 
 async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:

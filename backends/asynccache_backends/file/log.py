@@ -71,9 +71,13 @@ class SegmentLog:
         self.counts: Counter[str] = Counter()
         self._used = settings.used
         self._last_number = 0
+        self._last_used = 0  # the last segment that had records: the next one may be prepared already
         self._next: asyncio.Task[Segment | OSError] | None = None
         self._sealing: asyncio.Task[None] | None = None
         self._reclaiming = asyncio.Lock()
+        self.going: list[frozenset[bytes]] = []
+        """The pages of each segment that is forgotten while its file is there. A deletion of one is written down, too:
+        else the page would be found again after a kill."""
         self._kept = 0
         self._blocks: list[memoryview] = []
 
@@ -97,7 +101,7 @@ class SegmentLog:
     def _load(self) -> None:
         """Build the index from footers, and from the records of segments that have none."""
         for number in list_segments(self.folder.fd):
-            self._last_number = number
+            self._last_number = self._last_used = number
             segment = self.segments[number] = open_segment(self.folder, number, self.direct)
             records = read_footer(segment, self.seed)
             segment.sealed = records is not None
@@ -124,9 +128,9 @@ class SegmentLog:
 
     @property
     def end(self) -> tuple[int, int]:
-        """The place behind all records."""
+        """The place behind all records, also those of segments that are being removed."""
         last = next(reversed(self.segments.values()), None)
-        return (last.number, last.tail) if last else (0, 0)
+        return (last.number, last.tail) if last else (self._last_used + 1, 0)
 
     async def reserve(self, length: int, wanted: int) -> int:
         """Return how many of ``wanted`` pages of ``length`` bytes, or of deletions if that is 0, the next record can
@@ -217,6 +221,7 @@ class SegmentLog:
         if isinstance(segment, OSError):
             raise segment
         self.active = self.segments[segment.number] = segment
+        self._last_used = segment.number
 
     def _prepare_task(self) -> asyncio.Task[Segment | OSError]:
         if self._next is None or (self._next.done() and isinstance(self._next.result(), OSError)):
@@ -311,10 +316,8 @@ class SegmentLog:
     async def clear(self) -> None:
         """Delete every segment. No page is found from now on."""
         self.active, doomed = None, list(self.segments.values())
-        for segment in doomed:
-            self._forget(segment)
-        for segment in doomed:
-            await self.threads.run(self._unlink, segment)
+        for segment, going in [(segment, self._forget(segment)) for segment in doomed]:
+            await self._remove(segment, going)
         await self.threads.run(self.folder.sync)
 
     async def compact(self) -> int:
@@ -384,19 +387,24 @@ class SegmentLog:
         return sum(moved_bytes(g.length, n) for g in self.index.groups_of(segment.number) if (n := len(g.live())))
 
     async def _evict(self, segment: Segment) -> None:
-        """Delete a segment. Its pages are found until its file is gone: so what is deleted before that is written down,
-        and does not come back after a kill."""
-        try:
-            await self.threads.run(self._unlink, segment)
-        finally:
-            before = self.index.pages
-            self._forget(segment)
-            self.counts["evicted_pages"] += before - self.index.pages
+        """Delete a segment."""
+        before = self.index.pages
+        going = self._forget(segment)
+        self.counts["evicted_pages"] += before - self.index.pages
+        await self._remove(segment, going)
 
-    def _forget(self, segment: Segment) -> None:
+    def _forget(self, segment: Segment) -> frozenset[bytes]:
+        """Have no page of the segment found any more. Returns the keys of those that were, for ``_remove``."""
+        going = frozenset(group.key(page) for group in self.index.groups_of(segment.number) for page in group.live())
+        self.going.append(going)
         self.segments.pop(segment.number, None)
         self.index.drop_segment(segment.number)
         segment.drop()
+        return going
+
+    async def _remove(self, segment: Segment, going: frozenset[bytes]) -> None:
+        await self.threads.run(self._unlink, segment)
+        self.going.remove(going)
 
     def _unlink(self, segment: Segment) -> None:
         """Remove a segment's file. It blocks. Deletions outlive the pages that they speak of, after a power loss, too:

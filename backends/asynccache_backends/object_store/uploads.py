@@ -65,7 +65,7 @@ class _Piece:
             self.free.set_result(None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Upload:
     """A pack that is being sent."""
 
