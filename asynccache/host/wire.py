@@ -107,7 +107,7 @@ class Reserve(HostMessage):
 
 
 class Publish(HostMessage):
-    """These slots are written, which were granted with these generations. Answer: ``Verdicts``, HIT where the page is
+    """Slots that were granted with these generations are written. Answer: ``Verdicts``, HIT where the page is
     stored now."""
 
     number: Number
@@ -116,7 +116,7 @@ class Publish(HostMessage):
 
 
 class GiveBack(HostMessage):
-    """These slots, which were granted with these generations, will not be written, and nothing copies into them any
+    """Slots that were granted with these generations will not be written, and nothing copies into them any
     more. No answer. One that comes late, when the slot was published and granted again, frees nothing."""
 
     slots: Numbers
@@ -136,7 +136,7 @@ class Remove(HostMessage):
 
 
 class Damaged(HostMessage):
-    """What lay in these pages' slots with these generations did not verify: drop that, and nothing else. Answer:
+    """Pages that lay in these slots with these generations did not verify: drop those, and nothing else. Answer:
     ``Verdicts``."""
 
     number: Number

@@ -465,7 +465,7 @@ class LocalWorker:
 
     @remote()
     def forget_fill(self, component: int, slots: bytes) -> None:
-        """These device pages are free, and hold what they held: a batch may still use them."""
+        """Note that device pages are free, and hold what they held: a batch may still use them."""
         if self._poison is not None:
             self._poison.forget(component, _slots(slots))
 

@@ -1,4 +1,4 @@
-"""What of vLLM's interface for tiers ours relies on, and whether the installed vLLM still has it.
+"""The part of vLLM's interface for tiers that ours relies on, and whether the installed vLLM still has it.
 
 vLLM's interface for tiers is experimental, so a version number says little about it. Therefore the interface itself is
 checked: all that the tier relies on must be as it was in the versions below. Importing this module imports nothing of

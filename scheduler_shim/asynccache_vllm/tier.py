@@ -425,8 +425,8 @@ def _positions(req_context: Any) -> dict[bytes, int]:
 
 
 def _hit_source(options: TierOptions) -> Any:
-    """As what vLLM counts the tokens of a hit, which by itself it counts as DISK. It knows no stores behind a tier: of
-    several stores it is told the farthest, so that no hit counts as nearer than it was."""
+    """Return as what vLLM counts the tokens of a hit, which by itself it counts as DISK. It knows no stores behind a
+    tier: of several stores it is told the farthest, so that no hit counts as nearer than it was."""
     if options.locality == "REMOTE":
         return CacheHitSource.EXTERNAL_UNSPECIFIED
     near = {"memory": CacheHitSource.HOST, "host": CacheHitSource.HOST, "file": CacheHitSource.DISK}

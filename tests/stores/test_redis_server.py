@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 from asynccache_backends.redis import RedisBackend
@@ -53,26 +53,37 @@ async def test_full_refuses_pages_and_serves_what_it_has() -> None:
             assert backend.stats()["pages"] == stored
 
 
-async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("asynccache_backends.redis.backend._now", lambda: now)
+class Full(NamedTuple):
+    """A server without room, a backend that knows it, and the backend's clock."""
+
+    server: RedisServer
+    backend: RedisBackend
+    clock: list[float]
+
+
+@pytest.fixture
+async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Full]:
+    clock = [0.0]
+    monkeypatch.setattr("asynccache_backends.redis.backend._now", lambda: clock[0])
     with RedisServer(maxmemory=4 << 20) as server:
         async with backend_at(server.url, BIG) as backend:
             await put_big(backend, 64)
             assert set(await put_big(backend, 8, 100)) == {FAILED}
-            before = _sets(server)
-            assert set(await put_big(backend, 8, 200)) == {FAILED}
-            assert _sets(server) == before
-            now = 0.1
-            assert set(await put_big(backend, 8, 250)) == {FAILED}
-            assert _sets(server) != before
-            await backend.clear()
-            assert set(await put_big(backend, 4, 300)) == {FAILED}
-            now += 1.0
-            assert await put_big(backend, 4, 300) == [HIT] * 4
-            assert await put_big(backend, 4, 400) == [HIT] * 4
+            yield Full(server, backend, clock)
+
+
+async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_room(full: Full) -> None:
+    before = _sets(full.server)
+    assert set(await put_big(full.backend, 8, 200)) == {FAILED}
+    assert _sets(full.server) == before
+    full.clock[0] = 0.1
+    assert set(await put_big(full.backend, 8, 250)) == {FAILED}
+    assert _sets(full.server) != before
+    await full.backend.clear()
+    assert set(await put_big(full.backend, 4, 300)) == {FAILED}
+    full.clock[0] += 1.0
+    assert await put_big(full.backend, 4, 300) == [HIT] * 4
+    assert await put_big(full.backend, 4, 400) == [HIT] * 4
 
 
 def _sets(server: RedisServer) -> str:
@@ -217,25 +228,17 @@ async def test_cancelled_while_opening(server: RedisServer) -> None:
             await task.result().aclose()
 
 
-async def test_after_a_put_that_asked_for_room_and_was_cancelled_the_next_one_asks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("asynccache_backends.redis.backend._now", lambda: now)
-    with RedisServer(maxmemory=4 << 20) as server:
-        async with backend_at(server.url, BIG) as backend:
-            await put_big(backend, 64)
-            assert set(await put_big(backend, 8, 100)) == {FAILED}
-            await backend.clear()
-            now = 1.0
-            server.say("CLIENT", "PAUSE", 60_000, "WRITE")
-            asking = asyncio.create_task(put_big(backend, 4, 200))
-            await until(lambda: "blocked_clients:1" in server.say("INFO", "clients"))
-            asking.cancel()
-            await asyncio.wait([asking])
-            server.say("CLIENT", "UNPAUSE")
-            assert asking.cancelled()
-            assert await put_big(backend, 4, 300) == [HIT] * 4
+async def test_after_a_put_that_asked_for_room_and_was_cancelled_the_next_one_asks(full: Full) -> None:
+    await full.backend.clear()
+    full.clock[0] = 1.0
+    full.server.say("CLIENT", "PAUSE", 60_000, "WRITE")
+    asking = asyncio.create_task(put_big(full.backend, 4, 200))
+    await until(lambda: "blocked_clients:1" in full.server.say("INFO", "clients"))
+    asking.cancel()
+    await asyncio.wait([asking])
+    full.server.say("CLIENT", "UNPAUSE")
+    assert asking.cancelled()
+    assert await put_big(full.backend, 4, 300) == [HIT] * 4
 
 
 # A refusal of a Redis server is heard at once, and a command that it has not done is not taken for done.

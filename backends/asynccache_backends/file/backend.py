@@ -236,10 +236,10 @@ class FileBackend:
         may bring it back, MISS if it was not stored. Cancelling it may leave any of them deleted."""
         with self._open_calls:
             found = [self._log.index.forget(key.key) for key in keys]
-            going = frozenset[bytes]().union(*self._log.going)
             noted = await self._log.log_deletions(
-                [key.key for key, there in zip(keys, found, strict=True) if there or key.key in going]
-            )
+                [key.key for key, there in zip(keys, found, strict=True)
+                 if there or any(key.key in going for going in self._log.going)]
+            )  # fmt: skip
             return [(HIT if noted else FAILED) if there else MISS for there in found]
 
     async def clear(self) -> None:

@@ -395,10 +395,9 @@ class SegmentLog:
 
     def _forget(self, segment: Segment) -> frozenset[bytes]:
         """Have no page of the segment found any more. Returns the keys of those that were, for ``_remove``."""
-        going = frozenset(group.key(page) for group in self.index.groups_of(segment.number) for page in group.live())
-        self.going.append(going)
         self.segments.pop(segment.number, None)
-        self.index.drop_segment(segment.number)
+        going = frozenset(self.index.drop_segment(segment.number))
+        self.going.append(going)
         segment.drop()
         return going
 

@@ -385,15 +385,16 @@ class FileIndex(PageIndex[PageGroup]):
         keys = [key for key in map(group.key, pages) if self.place(key) == group.place]
         return [key for key in keys if self.forget(key)]
 
-    def drop_segment(self, segment: int) -> None:
+    def drop_segment(self, segment: int) -> list[bytes]:
         """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of
-        its groups."""
+        its groups. Returns the keys that were removed."""
         left = [group.key(page) for group in self.groups_of(segment) for page in group.live()]
         for key in left:
             self._drop(key)
         for number in self._segments.pop(segment, ()):
             del self.holders[number]
         self._changed(False, left)
+        return left
 
     def _drop(self, key: bytes) -> None:
         group, page = self.at(self._locations.pop(key))
