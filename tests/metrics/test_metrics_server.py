@@ -335,8 +335,9 @@ async def test_thousands_of_connections_leave_the_cache_its_sockets_and_its_time
             most = max(most, len(connections(found)))
         await asyncio.gather(*vandals)
         assert server.MOST_CONNECTIONS // 2 < most <= 4 * server.MOST_CONNECTIONS  # some are being refused
-        await until(lambda: not connections(found))
-        assert (await answer(found, get("/healthz")))[0] == 200
+        async with asyncio.timeout(30):  # the system may hold some that have ended, which the server has yet to accept
+            while (await answer(found, get("/healthz")))[0] != 200:
+                await until(lambda: not connections(found))
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, TimeoutError])
