@@ -216,7 +216,7 @@ class World:
         return self.steps >= self.limit
 
     def plan(self) -> Plan:
-        """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
+        """Return what this call decided, and begin the plan of the next call, with steps of its own."""
         self.limit = self.steps + self.config.slice_steps
         if self._backups:
             self._join_backups()
@@ -686,7 +686,7 @@ class World:
         return self.agreed_end(path, self.components[0].longest_end(path, end, host), host)
 
     def agreed_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        """Return ``valid_end`` for an ``end`` that FULL accepts. FULL accepts every shorter end, too, so it is not
+        """Return ``valid_end`` for an ``end`` that FULL accepts: it accepts every shorter one, so only the others are
         asked."""
         agreed = 1
         while end and agreed < self.count:
