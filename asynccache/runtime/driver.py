@@ -271,20 +271,19 @@ class Nudge(Enum):
 
 
 FetchCommit = Callable[[], Sequence[int]]
-"""``Fetch._commit`` of ``asynccache.runtime.prefetch``, with the end up to which it has read. Under the tree lock it
-hangs what the fetch has read into the tree, and returns no operations. Or it changes nothing, and returns operations of
-which one must end first."""
+"""``prefetch.Fetch._commit`` with its argument bound. To be called under the tree lock: it hangs what the fetch has
+read into the tree, or changes nothing and returns operations of which one must end first."""
 
 Ack = Outcome | Failing | FetchCommit | Nudge
 
 
 class PlanPerformer(Protocol):
-    """The performer of a plan's effects: ``asynccache.runtime.head.Head``, which hands each on to one of its parts. The
-    driver is compiled without the head, so it knows these methods alone. No method blocks or fails.
+    """The head (``asynccache.runtime.head.Head``) as the driver, which is compiled without it, knows it. It hands each
+    effect of a plan on to one of its parts. No method blocks or fails.
     """
 
     def given_back(self) -> None:
-        """Hear that a core call was made, before its plan is performed, if the core notes what is given back."""
+        """Called after a core call and before its plan is performed, if the core notes which slots are given back."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Take all copies of a plan, for ``EngineBatches.begin``."""
