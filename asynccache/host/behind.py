@@ -104,8 +104,8 @@ class StoreBehind:
         await changes.list(self.held, watched.parts)
 
     async def aclose(self) -> None:
-        """Close it. It holds nothing then, as far as anybody can tell. Raises as the backend's own does; that of a
-        store that hangs does not end."""
+        """Close the store; from now on it counts as holding nothing. Raises what the backend's ``aclose`` raises, and
+        lasts as long: for ever, if the store hangs."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -152,7 +152,7 @@ class StoreBehind:
 
 
 class StoresBehind:
-    """All stores behind one host process, nearest first. For one event loop. ``longest``: of the payloads.
+    """All stores behind one host process, nearest first. For one event loop. ``longest``: bytes of the longest payload.
 
     Raises:
         ConfigError: a URL is wrong, or two stores have one name.
@@ -223,7 +223,7 @@ class StoresBehind:
         }  # fmt: skip
 
     def stats(self) -> Mapping[str, Mapping[str, int | float]]:
-        """Return what each store says of itself."""
+        """Return the counters of each store's backend, by the store's name."""
         return {store.options.name: {**store.backend.stats(), **store.guard.stats()} for store in self.stores}
 
     # writing

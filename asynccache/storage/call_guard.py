@@ -191,8 +191,8 @@ _T = TypeVar("_T")
 
 BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
 CallKind = Literal["ask", "get", "drop", "put", "other"]
-"""What a call does, under which the breaker counts its failures. ``drop`` is the deletion of what a get found to be
-corrupt: it takes a read's place, since the caller of that get is waiting. Only a ``put`` takes a write's."""
+"""What a call does. The breaker counts failures by kind. ``drop`` is the deletion of what a get found to be corrupt: it
+takes a read's place, since the caller of that get is waiting. Only a ``put`` takes a write's."""
 
 
 LET_GO = 0.5
@@ -285,7 +285,8 @@ class CallGuard:
 
     async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
-        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then.
+        what it returns. The call is made even while the breaker refuses calls; the breaker does not hear then how it
+        ends.
 
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
