@@ -39,7 +39,8 @@ T = TypeVar("T")
 FACTOR = 3.0
 """How many times the difference of two cold runs is allowed: a hit is computed in other pieces than a cold prompt."""
 UNSTEADY = 1.0
-"""Nats. A prompt whose cold runs are further apart proves nothing, and is left out. If most are, the server is."""
+"""In nats. A prompt whose cold runs are further apart proves nothing, and is left out. If most are, the server cannot
+be verified."""
 LONGEST = 1 << 22
 LEARNING = 8
 TURNS, TALKS = 3, 2

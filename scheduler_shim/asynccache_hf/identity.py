@@ -73,10 +73,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(model: Any) -> Parts:
-    """
-    Raises:
-        ConfigError: a part of the model is in ``train()`` mode.
-    """
+    """Return the tensors of ``model``. Raises ``ConfigError``: a part of it is in ``train()`` mode."""
     found = Parts([], {}, [], set())
     left: list[tuple[str, Any, list[torch.Tensor], bool]] = [("", model, found.weights, False)]
     while left:
@@ -237,7 +234,7 @@ class ModelIdentity:
 
     @staticmethod
     def within(now: str, namespace: str | bytes | None) -> str | bytes | None:
-        """Return the key for ``namespace`` while the model is ``now``."""
+        """Return the namespace in which ``namespace`` is cached while the model's identity is ``now``."""
         given = namespace.encode() if isinstance(namespace, str) else namespace
         if not now and not (given or b"").startswith(b"model "):  # nobody's own key is taken for one that is made here
             return namespace
