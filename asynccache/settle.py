@@ -145,7 +145,7 @@ class OpenCalls:
 
 MOST_THREADS = 1024
 INLINE_BYTES = 128 << 10
-"""Up to so many bytes are copied or checksummed on the loop: handing them to a thread would cost more."""
+"""Up to this many bytes are copied or checksummed on the loop: handing them to a thread would cost more."""
 BATCH_BYTES = 4 << 20
 
 

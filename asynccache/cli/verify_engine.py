@@ -6,7 +6,7 @@ then so that their KV comes from each tier, and the answers are compared: greedy
 differ by ``FACTOR`` times what two cold runs of the same server differ by.
 
 Cold means another ``cache_salt`` for each request; of a server that knows no salts, the first run of a prompt is cold.
-How prompts leave a tier is up to the user: a command, an address to POST to, or so many tokens of other prompts.
+How prompts leave a tier is up to the user: a command, an address to POST to, or a number of tokens of other prompts.
 Nothing of asynccache needs to be in the server. Imports no torch.
 """
 

@@ -46,7 +46,7 @@ from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, PASSED, World
 
-# How many copies a drain passes over, for one backup, that storage does not take.
+# The most copies, of pages that storage does not take, that a drain passes over for one backup.
 _MOST_IN_THE_WAY = 64
 
 # Kinds of operations that own or pin host pages: those that end without storage, and all of them.

@@ -433,8 +433,8 @@ class Transfers:
 
     def _computing(self, backup: Operation) -> Operation | None:
         """Return a COMPUTE of a node that ``backup`` covers, or of one above: the backup's pages may rest on that
-        batch. That holds even if the host has had all nodes between for long, since the batch may have put a state or
-        evicted pages back there."""
+        batch. That holds even if the host has had all nodes between for long, since the batch may have put a state
+        there, or brought pages back to the device."""
         climbed, node = 0, backup.fragments[0][0]
         for other, _, _ in backup.fragments:
             if other.end > node.end:

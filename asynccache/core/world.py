@@ -96,7 +96,7 @@ class Shelf:
 
 
 class Counters:
-    """Counts of what has happened since the start."""
+    """Counts since the start, and how many nodes there are now."""
 
     __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
 
@@ -156,11 +156,11 @@ class World:
         self.behind = False
         """True if work is left for ``follow_up``."""
         self.steps = self.passed = 0
-        """All calls together have taken ``steps`` steps, and passed over ``passed`` cells in the orders that are no
-        candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than itself may take
-        more steps: those cells are put back when the pins go, and must be passed over in the next slice, too."""
+        """What all calls together have taken in steps, and how many cells in eviction orders they have ``passed`` over
+        because they were no candidates; ``PASSED`` of these count as a step."""
         self.limit = config.slice_steps
-        """How high ``steps`` may be at the end of this call."""
+        """How high ``steps`` may be at the end of this call: higher if the call pins a long path for itself alone. Its
+        cells come back into the orders when the pins go, and the next slice has to pass over them again."""
         self._era_began = 0
         self._effects: list[Effect] = []
         self._backups: list[int] = []

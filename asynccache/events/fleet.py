@@ -35,7 +35,7 @@ from asynccache.events.wire import EventLayout, Mirror
 MOST_AT_ONCE = 256
 """Messages of one stream that are read before the others have their turn."""
 MOST_SOCKETS = 1 << 16
-"""ZeroMQ is told to allow so many sockets, not 1,023. A stream takes three, and one more while it asks."""
+"""The sockets that ZeroMQ is told to allow, instead of 1,023. A stream takes three, and one more while it asks."""
 TICK = 0.05
 MOST_HEARTBEAT = 6000.0
 """Seconds of the longest heartbeat that ZeroMQ takes."""

@@ -26,7 +26,7 @@ from asynccache.storage import HEADER_BYTES
 
 UNIT = 4096
 SLOT_BYTES = 16384
-"""There is one slot for so many bytes. Smaller pages than this use up the slots before the payloads."""
+"""Bytes of memory for each slot. Pages smaller than this use up the slots before the payloads."""
 INDEX_BYTES = 320
 """Bytes of the server's own memory for each slot. They come out of the memory that was asked for."""
 GENERATION_BYTES, TAG_BYTES = 8, 4

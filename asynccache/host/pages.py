@@ -51,7 +51,7 @@ LONGEST_KEPT = 3600.0
 MOST_PASSED_OVER = 1 << 12
 """The most kept pages that are passed over for one page. Among more, no place between them is looked for."""
 MOST_TIMES = 1 << 12
-"""Each ``keep`` of a page adds a time to a heap, which is made anew when it has so many more than two for each page."""
+"""Expiry times in the heap beyond two for each page, before it is made anew: each ``keep`` of a page adds one."""
 _MIDDLE = 1 << 62
 """Where the clock of uses begins: pages of ended conversations count down from here."""
 
@@ -572,7 +572,7 @@ class PageTable:
 
     def restore(self, books: Books, held: Iterable[tuple[Writer, Sequence[int], Sequence[int]]]) -> None:
         """Take over the pages of another server, and what processes hold there (see ``held_by``). To be called once,
-        first, but for ``now``."""
+        after ``now`` was set and before anything else."""
         self.usable = books.usable
         for into, data in ((self.lengths, books.lengths), (self.starts, books.starts), (self.written, books.written),
                            (self.generations, books.generations)):  # fmt: skip

@@ -2,9 +2,9 @@
 
 A process is known by its pidfd (``SO_PEERPIDFD``, so that a client in a container has one, too). When that fires, the
 process is dead, no thread of it copies any more, and what it had reserved is free. The end of a connection alone frees
-nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Both may come in any order.
-Connections are taken for those of one process only where that is certain (``process_of``); if nothing tells their
-processes apart, each connection stands for a process of its own, with a pidfd of its own.
+nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Death and the end of a connection
+may be noticed in any order. Connections are taken for those of one process only where that is certain (``process_of``);
+if nothing tells their processes apart, each connection stands for a process of its own, with a pidfd of its own.
 
 Clients are of this user or root, or of the group that the socket was given. What one sends is bounded: a frame, the
 time until its greeting, the answers that it does not read, the connections of one process, and of all.
@@ -48,8 +48,8 @@ LOG = logging.getLogger("asynccache.host")
 
 
 class Peer:
-    """A process at the other end. ``pidfd`` fires when it has died. ``key``: see ``process_of``. ``owes``: whether a
-    connection of it has ended without a ``Bye``."""
+    """A process at the other end. ``pidfd`` fires when it has died. ``key``: what ``process_of`` returned. ``owes``:
+    whether a connection of it has ended without a ``Bye``."""
 
     def __init__(self, key: tuple[str, int] | None, pidfd: int, name: str, writer: Writer) -> None:
         self.key = key

@@ -20,12 +20,13 @@ not even for the next slice of a call that is under way.
 never free in between; so nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing, and passes
 the lock on if it was handed it by then.
 
-**Waiting for room.** Whoever waits for pages stands in a ``Line`` and holds nothing. Only the first in line may try. A
-place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes
-back to the same position. Whoever waits to grow a lease holds pages, so it stands in no line and tries again at every
-wake-up. All are woken in one way, ``Driver.wake``: after every plan that gives something back or says that storage is
-late, and after every prefetch that ends. Each waiter awaits a future of its own, so cancelling one never touches
-another. An operation that is not among ``ops`` has ended. When the cache closes, every waiter gets the reason.
+**Waiting for room.** Whoever waits for a lease or a prefetch stands in a ``Line`` and holds nothing. Only the first in
+line may try. A place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a
+prefetch comes back to the same position. Whoever waits to grow a lease holds pages, so it stands in no line and tries
+again at every wake-up. All are woken in one way, ``Driver.wake``: after every plan that gives something back or says
+that storage is late, and after every prefetch that ends. Each waiter awaits a future of its own, so cancelling one
+never touches another. An operation that is not among ``ops`` has ended. When the cache closes, every waiter gets the
+reason.
 
 Mutable state: the core, the acks that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits (in the lines and in ``growing``).

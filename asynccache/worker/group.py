@@ -185,7 +185,7 @@ def everywhere(group: type[WorkerGroup]) -> type[WorkerGroup]:
 
 @everywhere
 class WorkerGroup(LocalWorker):
-    """The workers of all ranks as one. ``face``: what the engine in the head's process sees of it."""
+    """The workers of all ranks as one."""
 
     def __init__(self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, Link]) -> None:
         self.layers = 0

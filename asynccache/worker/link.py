@@ -13,9 +13,9 @@ A proof is good for one connection, since one of its nonces is the verifier's, a
 neither encrypted nor signed: use links in a network of your own, or over a Unix socket. A stream stops reading at
 twice ``LIMIT``, and at most ``MOST_STRANGERS`` have not proved themselves, so strangers cost 16 MiB at most.
 
-A frame is its length (4 bytes, little endian), followed by so many bytes. Two lengths have a meaning of their own: 0 is
-the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says that
-its sender has closed the link on purpose.
+A frame is its length (4 bytes, little endian), followed by that many bytes. Two lengths have a meaning of their own: 0
+is the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says
+that its sender has closed the link on purpose.
 
 What always holds:
 * Every frame is heard once, whole and in order. ``lost`` is heard at most once, after the last frame, and never from
@@ -59,7 +59,7 @@ _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
 BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 LIMIT = 64 << 10
-"""A stream stops reading when twice so many bytes are kept here."""
+"""A stream stops reading when twice as many bytes are kept here."""
 MOST_FRAME = 128 << 20
 """The most bytes of a frame."""
 MOST_UNSENT = 256 << 20

@@ -10,7 +10,8 @@ the engine ends each of them, with an event of the device or without one.
 What always holds:
 * A batch is *sent* until the engine has ended it; then it has an *event* until that has fired; then it is *over*, and
   the head is told so, once.
-* The engine gets each batch once, in the order in which they were sent, however it asks for them.
+* ``async for`` gives the engine each batch once, in the order in which they were sent, without those that it asked for
+  by number (``heard``).
 * Messages are taken in the order in which they were sent. A work whose batches have no event here yet waits for that,
   and so do the private copies that need it; the works behind it go on.
 * A load (or private copy) that has failed here is remembered until the head forgets it. Until then a private copy that

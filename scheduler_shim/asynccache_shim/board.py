@@ -208,7 +208,7 @@ class Board:
         self.held: dict[int, ScheduledRequest] = {}
         """The requests that hold pages, by number; ``waiting`` has the others."""
         self.alone: ScheduledRequest | None = None
-        """The request that waits in the cache's line for pages, which one does only while none holds pages."""
+        """The request that waits in the cache's line for pages, while none holds any."""
         self.shards: Shards | None = None
         """The model's shards on other ranks; None: there are none."""
         self.ended: list[int] = []

@@ -18,8 +18,8 @@ from asynccache.storage import HEADER_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 AROUND = 64 << 10
-"""Linux maps so many bytes around a page of the system's memory that is first read, and only the page if it is first
-written. So a place is read here and there before its first write: that halves the cost."""
+"""Linux maps this many bytes around a page of the system's memory that is first read, and the page alone if it is first
+written. So one page in this many bytes is read before a place is first written: that halves the cost."""
 
 
 class HostMapping:
