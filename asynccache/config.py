@@ -335,8 +335,8 @@ POOL_NAME = {one.kind: name for name, one in COMPONENTS.items()}
 
 
 class Sidecar(_Pool, frozen=True, kw_only=True):
-    """More bytes of the pages of another pool, at the same slots. The table ``[sidecars.NAME]`` of docs/configuration.md, with
-    the pool's own name, has the fields.
+    """More bytes of the pages of another pool, at the same slots. The table ``[sidecars.NAME]`` of
+    docs/configuration.md, with the pool's own name, has the fields.
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.-]+$", description="Letters, digits, `_`, `.` and `-`.")]

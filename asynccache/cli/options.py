@@ -1,7 +1,7 @@
 """The options of every command, each declared once, as a field of a ``Settings`` struct; and those of ``replay`` and
 ``stress``, with the settings of a run made from them.
 
-A field that has a meaning is an option: its annotation has its type, its bounds, its help and how it is written (see
+A field with a help text is an option: its annotation has its type, its bounds, its help and how it is written (see
 ``option``), and its default is the option's. The command line's parser is made from that, and what is given is read and
 checked by the same declaration as files, the environment and Python.
 

@@ -115,7 +115,7 @@ class Tier:
 
     tier: str
     how: str
-    """How the KV was brought to come from this tier."""
+    """What was done so that the KV comes from this tier."""
     wants_hits: bool = True
     prompts: int = 0
     prompts_hit: int = 0

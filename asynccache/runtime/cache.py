@@ -340,7 +340,7 @@ class AsyncCache:
 
         What is fetched, and what the host had of ``tokens``, stays on the host until the lease that takes the handle is
         granted, the handle is cancelled or dropped, 30 seconds have passed without a lease that waits with the handle,
-        or others could not go on.
+        or requests need its room to go on.
 
         Raises:
             ConfigError: the tokens are unusable.

@@ -25,8 +25,8 @@ line may try. A place keeps the ticket that its owner drew on arrival, so an own
 prefetch comes back to the same position. Whoever waits to grow a lease holds pages, so it stands in no line and tries
 again at every wake-up. All are woken in one way, ``Driver.wake``: after every plan that gives something back or says
 that storage is late, and after every prefetch that ends. Each waiter awaits a future of its own, so cancelling one
-never touches another. An operation that is not among ``ops`` has ended. When the cache closes, every waiter gets the
-reason.
+never touches another. An operation that is not in flight (``Operations``) has ended. When the cache closes, every
+waiter gets the reason.
 
 Mutable state: the core, the acks that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits (in the lines and in ``growing``).

@@ -59,7 +59,7 @@ _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
 BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 LIMIT = 64 << 10
-"""A stream stops reading when twice as many bytes are kept here."""
+"""A stream stops reading when twice this many bytes are kept here."""
 MOST_FRAME = 128 << 20
 """The most bytes of a frame."""
 MOST_UNSENT = 256 << 20

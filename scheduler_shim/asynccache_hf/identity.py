@@ -3,7 +3,7 @@ was computed with others.
 
 ``ModelIdentity`` names them. The weights as they are at first are part of the model's name. Everything that may change
 later gives a namespace: the active adapters, by their names, weights and settings, and weights or a configuration that
-were changed. It is found out anew for each request, so pages are missed, not served, when something is different, and
+were changed. That is looked up anew for each request, so pages are missed, not served, when something is different, and
 hit again when it is as it was. Weights that the caller has named are not read at first, so once they have changed they
 cannot be recognized: what was cached before the change stays a miss.
 

@@ -6,7 +6,7 @@ model, its weights, the dtype, the layout or the ranks. The namespace has those 
 A suffix of every key has the facts of its pool.
 
 SGLang's version is among a pool's facts only where the others do not decide the order of its bytes. A version changes
-values by rounding, as another GPU does; the order of a page it could change unseen. For K and V in rows of heads
+values by rounding, as another GPU does; but it could change the order of a page unseen. For K and V in rows of heads
 (``MHATokenToKVPoolHost``), and for latent rows (``MLATokenToKVPoolHost``), the host pool's layout has a name, and its
 parts have their sizes in the key. Recurrent states, indexers, compressed KV, packed formats and pools of drafts are the
 business of the version that wrote them.
