@@ -32,8 +32,8 @@ _SCALAR = re.compile(r"(?:torch\.)?[ub]?(?P<kind>int|float|bool)\d*")
 def unmet(
     value: float, minimum: float | None = None, maximum: float | None = None, above: float | None = None
 ) -> str:
-    """Return the bound that ``value`` does not keep, as the end of a sentence; "" if it keeps all: at least
-    ``minimum``, at most ``maximum``, greater than ``above``."""
+    """Return what is wrong with ``value``, as the end of a sentence ("must be at least 1"); "" if it lies within the
+    bounds. ``above`` itself is out of bounds."""
     if minimum is not None and maximum is not None:
         return "" if minimum <= value <= maximum else f"must lie between {minimum} and {maximum}"
     if minimum is not None and not value >= minimum:
@@ -87,8 +87,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """Return True if ``value`` is a truth value that ``flag`` takes. This is for parameters that may also be something
-    else."""
+    """Return True if ``flag`` takes ``value``, for parameters that may also be something else."""
     return isinstance(value, bool) or _kind(value) == "bool"
 
 

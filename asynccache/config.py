@@ -35,14 +35,14 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
     "uint8": 1,
 }
-"""Bytes of a number, by the dtypes of which a pool can be seen as tensors with a shape."""
+"""Bytes of one number of each dtype that pools with shaped tensors may have."""
 ROUND = 1024
-"""A size in bytes is room for a multiple of so many tokens, so that it is whole pages of any usual size."""
+"""Room that is given in bytes is rounded down to a multiple of this many tokens: whole pages of any usual size."""
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
 _MOST_TWICE = 0.25
-"""The share of the smaller tier that may hold copies of pages that the other tier has. Such copies are made ahead, so
-that requests do not wait for them."""
+"""A ``write_back_watermark`` above this draws a remark: that share of the smaller tier holds copies made ahead, of
+pages that the other tier has, too."""
 
 
 def eviction_policies() -> tuple[str, ...]:
@@ -104,11 +104,11 @@ def kv_bytes(layers: int, kv_heads: int, head_dim: int, dtype: object) -> int:
 
 
 def room_in(name: str, size: str, item: int, whole: int, unit: str) -> int:
-    """Return how many items of ``item`` bytes have room in ``size``, a multiple of ``whole``. ``unit``: what the items
-    are, for the error's text.
+    """Return how many items of ``item`` bytes fit into ``size``, rounded down to a multiple of ``whole``. ``unit``:
+    what the items are, for the error's text.
 
     Raises:
-        ConfigError: ``size``, the value of the setting ``name``, is no size, or has not even room for ``whole``.
+        ConfigError: ``size``, the value of the setting ``name``, is no size, or is too small for ``whole`` items.
     """
     count = parse_size(name, size) // item // whole * whole if item else 0
     if not count:
@@ -175,7 +175,7 @@ class _Pool(Settings, frozen=True, kw_only=True):
         return f"{self.pool}: "
 
     def _count(self, name: str, item: int, whole: int) -> None:
-        """Turn the room called ``name`` into a number, if it was given in bytes. See ``room_in``."""
+        """Turn the setting ``name`` into a count if it was given in bytes."""
         if isinstance(size := getattr(self, name), str):
             self._set(name, room_in(self._where() + name, size, item, whole, name.partition("_")[2]))
 
@@ -335,9 +335,8 @@ POOL_NAME = {one.kind: name for name, one in COMPONENTS.items()}
 
 
 class Sidecar(_Pool, frozen=True, kw_only=True):
-    """More bytes of the pages of another pool, at the same slots. The table's name is the pool's name.
-
-    The table ``[sidecars.NAME]`` of docs/configuration.md has the fields.
+    """More bytes of the pages of another pool, at the same slots. The table ``[sidecars.NAME]`` of
+    docs/configuration.md, with the pool's own name, has the fields.
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.-]+$", description="Letters, digits, `_`, `.` and `-`.")]
@@ -387,10 +386,9 @@ class PoolSpec:
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
         """Return the pool as one rank holds it, with ``shard`` and ``writes`` set.
 
-        ``rank`` of ``ranks`` is its place among the tensor parallel ranks; ``cp`` and ``pp`` are pairs of its place and
-        the number of context parallel ranks and of pipeline stages. A pool that is replicated in a direction is whole
-        on every rank of it, and the first of them writes it. For a pool with ``covers`` the covered layers already tell
-        the stage, so its ``shard`` does not name it.
+        ``rank`` of ``ranks``: the rank's place among the tensor parallel ranks. ``cp``, ``pp``: its place and the
+        number of places, among context parallel ranks and among pipeline stages. Where ranks hold equal bytes, the
+        first of them writes. ``covers`` already tells the stage, so the ``shard`` of a pool that has it does not.
         """
         places = {"tp": (rank, ranks), "cp": cp}
         parts = [(name, *at) for name, at in places.items() if name not in self.replicated]
@@ -548,7 +546,8 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
 
 
 def _common(pool: _Pool, size: int) -> dict[str, Any]:
-    """Return the fields of a ``PoolSpec`` that every pool has the settings of. ``size``: the bytes of a page."""
+    """Return those fields of a ``PoolSpec`` that come from ``_Pool``, the settings of every pool. ``size``: bytes of a
+    page."""
     if size % pool.layers:
         raise ConfigError(f"{pool._where()}{size} bytes a page are not a multiple of layers={pool.layers}")
     return {"layers": pool.layers, "replicated": pool.replicated.over, "dtype": pool.dtype, "covers": pool.covers}
@@ -557,8 +556,8 @@ def _common(pool: _Pool, size: int) -> dict[str, Any]:
 def wasted(config: CoreConfig) -> tuple[str, ...]:
     """Return a sentence for each setting that leaves room on the host unused; none where there is no host tier.
 
-    Nothing is said of ``write_through_selective``. The pages that it leaves out are those that one request used:
-    whether they would have been hit depends on the load, and no size of the host tells.
+    ``write_through_selective`` leaves out pages that only one request used. Whether they would have been hit depends on
+    the load and not on the host's size, so nothing is said of them.
     """
     full = config.components[0]
     if not full.host:

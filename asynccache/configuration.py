@@ -47,7 +47,7 @@ class Given(NamedTuple):
     value: Any
     origin: str
     text: bool = False
-    """Whether the source can only write text, as the environment does."""
+    """Whether the source knows only text, as the environment does."""
 
 
 class Effective(NamedTuple):
@@ -59,8 +59,8 @@ class Effective(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The outcome of reading all sources. ``config`` is None if, and only if, there are problems: sentences, each of
-    which names a setting, its value and where it came from."""
+    """What was read from all sources. ``config`` is None if there are ``problems``, sentences that each name a setting,
+    its value and where it came from."""
 
     config: CacheConfig | None
     values: tuple[Effective, ...]
@@ -150,7 +150,7 @@ def _variables(env: Mapping[str, str], sidecars: list[str]) -> Iterator[tuple[At
 
 
 def fields_at(at: At) -> Mapping[str, Field]:
-    """Return the settings beside the one at ``at``, by name: those of its table."""
+    """Return all settings of the table that the setting at ``at`` stands in, by name."""
     match at:
         case [_]:
             return CACHE
@@ -207,7 +207,7 @@ def _build(found: Mapping[At, Given], whole: Mapping[str, Any]) -> Loaded:
 
 
 def _told(at: At, given: Given) -> str:
-    """Return the beginning of a sentence about what was given, without its secrets."""
+    """Return how a message about this value begins: its place, origin and value, without secrets."""
     value = "" if isinstance(given.value, Mapping) else f"={checks.shown(shown(at[-1], given.value))}"
     return f"{'.'.join(at)}{value} ({given.origin})"
 

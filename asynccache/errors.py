@@ -18,8 +18,9 @@ class ConfigError(AsyncCacheError, ValueError):
 
 
 class CacheFull(AsyncCacheError):
-    """There is no room for the pages that were asked for. ``lease`` raises it if there can never be room, or if nothing
-    is in flight that could free any. ``lease`` with ``wait=False`` and ``extend`` raise it if there is no room now."""
+    """There is no room for the pages that were asked for. ``lease`` raises it if there can never be room. With
+    ``wait=True``, ``lease`` and ``extend`` raise it if nothing is in flight that could free any; with ``wait=False``,
+    if there is none now."""
 
 
 class CacheClosed(AsyncCacheError):
@@ -77,9 +78,8 @@ class Timeout(BackendError):
 
 
 class WrongPages(AsyncCacheError):
-    """A program has used the cache's pages wrongly, as ``AsyncCache(debug=True)`` has found by their bytes. The message
-    says what it did; ``mistake`` is that in a word or two, the same for every message of its kind. What it was about to
-    publish is not published."""
+    """``AsyncCache(debug=True)`` found by the bytes of pages that the program has used them wrongly. The message says
+    how; ``mistake`` names the kind in a word or two. What was about to be published is not."""
 
     def __init__(self, mistake: str, what: str) -> None:
         super().__init__(f"{mistake}: {what}")
@@ -91,8 +91,8 @@ class InvariantViolation(AssertionError):
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of ``error``, which is to be kept, and of its causes. They would keep the frames that the
-    error went through alive, and with the frames the memory that was used there."""
+    """Drop the tracebacks of ``error`` and its causes before it is kept: they would keep alive the frames that it went
+    through, with all memory used there."""
     found: BaseException | None = error
     while found is not None:
         found.__traceback__ = None

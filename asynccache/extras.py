@@ -20,7 +20,7 @@ BRINGS: Mapping[str, tuple[str, ...]] = {
     "cuda12": ("cupy-cuda12x>=14.0", "nvidia-cuda-nvrtc-cu12"),
     "cuda13": ("cupy-cuda13x>=14.0", "nvidia-cuda-nvrtc>=13,<14"),
 }
-"""The packages of each extra, by its name. They are the same as in ``pyproject.toml``."""
+"""The packages of the extras that errors tell how to install, by extra, as in ``pyproject.toml``."""
 
 
 def installed(package: str) -> str | None:

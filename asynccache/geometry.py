@@ -11,7 +11,7 @@ from asynccache.errors import ConfigError
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 ODD = ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "compress_ratios")
-"""Settings of models whose layers keep something else than keys and values of their own, alike in all layers."""
+"""Settings of models whose layers do not all keep keys and values of their own, in one size."""
 
 RUN_IT = "asynccache_hf.describe(model) runs the model, and finds what it keeps"
 

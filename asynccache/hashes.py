@@ -52,7 +52,7 @@ def namespace_digest(model: str, page_size: int, namespace: str | bytes | None =
 
 
 def _tagged(namespace: str | bytes | None) -> bytes:
-    """Return ``namespace`` as bytes, different for any two keys."""
+    """Return ``namespace`` as bytes that differ for any two namespaces."""
     if checks.namespace("namespace", namespace) is None:
         return b"-"
     return b"b" + namespace if isinstance(namespace, bytes) else b"s" + str(namespace).encode()

@@ -53,8 +53,8 @@ Size = Annotated[int, Meta(ge=0, le=MOST_SIZE, extra={"parse": parse_size})]
 """A number of bytes, as the type of a setting. As text it may have a unit, see ``parse_size``."""
 
 Room = Annotated[int, Meta(extra={"room": True})]
-"""A number of tokens or states. It may also be given as a size with a unit (``8GiB``), which the settings that have it
-turn into a number, since they know how many bytes a token has."""
+"""A number of tokens or states, or a size with a unit (``8GiB``) as text. The settings struct turns a size into a
+number: it knows the bytes of a token."""
 
 
 class Field(NamedTuple):
@@ -70,8 +70,8 @@ class Field(NamedTuple):
     default: Any
     meaning: str
     extra: Mapping[str, Any]
-    """The annotation's ``Meta.extra``. ``parse`` reads the setting, given its name and its text, where the type does
-    not say how. ``choices`` returns the texts that it may be, where more of them may come later."""
+    """The annotation's ``Meta.extra``: ``parse(name, text)`` reads the text where the type does not say how, and
+    ``choices()`` returns the allowed texts where more may be added at run time."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class Field(NamedTuple):
         return self.check(name, text if none else self._read(name, text))
 
     def _read(self, name: str, text: str) -> Any:
-        """Return the value; ``text`` itself if it stands for none, which ``check`` then refuses."""
+        """Return the value that ``text`` stands for; else ``text`` itself, which ``check`` then refuses."""
         if (parse := self.extra.get("parse")) is not None:
             return parse(name, text)
         match self.kinds:
@@ -146,7 +146,7 @@ class Field(NamedTuple):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen group of settings, which are checked when it is made, in whatever way that is. ``copy.replace``
+    """A frozen group of settings, checked whenever one is made, copies included. ``copy.replace``
     (``msgspec.structs.replace`` before Python 3.13) makes a changed copy. ``repr()`` shows no secrets.
 
     Raises:
@@ -159,7 +159,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             self._set(name, field.check(where + name, getattr(self, name)))
 
     def _where(self) -> str:
-        """Return what stands before the names of these settings in errors."""
+        """Return the prefix of these settings' names in errors."""
         return ""
 
     def _set(self, name: str, value: Any) -> None:

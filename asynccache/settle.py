@@ -1,7 +1,7 @@
 """Work that uses the caller's buffers: waiting for it, counting it, and the threads that do it.
 
 A waiter that is cancelled still returns only when the work has ended: until then the buffers are in use. A future is
-*settled* here when it is done: with a result, with an error, or cancelled.
+*settled* once it is done: with a result, with an error, or cancelled.
 
 A ``ThreadPool`` has a few threads that do blocking work for one event loop. Work begins in the order in which it was
 handed in. This is what ``loop.run_in_executor`` does with a ``ThreadPoolExecutor``, at half the price: a call takes
@@ -145,7 +145,7 @@ class OpenCalls:
 
 MOST_THREADS = 1024
 INLINE_BYTES = 128 << 10
-"""Up to so many bytes are copied or summed on the loop, because handing them to a thread would cost more."""
+"""Up to this many bytes are copied or checksummed on the loop: handing them to a thread would cost more."""
 BATCH_BYTES = 4 << 20
 
 
@@ -154,8 +154,8 @@ class ThreadPool(Executor):
     ``close`` was never called. ``name`` is the beginning of the threads' names. With a ``count`` of 0 all work is done
     on the loop, for simulations.
 
-    It is an ``Executor``, so that ``loop.run_in_executor`` and libraries such as ``aiofiles`` can use its threads. As
-    such, too, it belongs to one loop."""
+    It is an ``Executor``, so that ``loop.run_in_executor`` and libraries such as ``aiofiles`` can use its threads. Even
+    then it belongs to one loop."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = checks.integer("count", count, 0, MOST_THREADS)
@@ -210,8 +210,7 @@ class ThreadPool(Executor):
         self.close()
 
     async def run_for(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the same as ``run``, for work that goes over ``size`` bytes. Up to ``INLINE_BYTES`` it is done on the
-        loop."""
+        """Do the same as ``run`` for work on ``size`` bytes; up to ``INLINE_BYTES`` it is done on the loop."""
         if checks.integer("size", size) > INLINE_BYTES:
             return await self.run(function, *args, **kwargs)
         return checks.function("function", function)(*args, **kwargs)
@@ -233,8 +232,8 @@ class ThreadPool(Executor):
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads after all calls that were handed in, and wait for that; it blocks the event loop. Futures
-        that are not done by then may never be, so nobody may be waiting for one. Calling it twice is fine.
+        """End the threads once they have made all calls that were handed in. Blocks the event loop. Futures that are
+        not done by then may never be, so nobody may be waiting for one. Calling it twice is fine.
 
         Once the loop is closed, or the interpreter ends, the threads are not waited for: one of them may hang, and it
         must not keep the process from ending."""
@@ -285,7 +284,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def _end(future: Any, result: object, error: BaseException | None) -> None:
-    """Make a future done, of asyncio or of ``concurrent.futures``."""
+    """Make a future of asyncio or of ``concurrent.futures`` done."""
     if error is None:
         future.set_result(result)
     else:

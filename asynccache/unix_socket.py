@@ -1,4 +1,4 @@
-"""The Unix socket of a process that listens: nobody else's is taken away, and nobody but whom it is for may connect."""
+"""Unix sockets to listen at: another process's socket is never removed, and only chosen users may connect."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import stat
 
 
 def is_free(path: str) -> bool:
-    """Return False if a process listens at ``path``. The socket of one that was killed is removed. It never blocks.
-    Raises OSError: there is something else."""
+    """Return False if a process listens at ``path``. A socket that a killed process has left is removed. Never blocks.
+    Raises OSError: ``path`` is no socket, or cannot be asked."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise OSError("there is something that is no socket")

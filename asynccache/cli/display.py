@@ -39,7 +39,7 @@ _TOLD = ("requests", "", "hits", "verified", "lag")
 _FEW_HITS = 0.2
 """The hit ratio below which the summary says that there was little to save."""
 _QUEUED = 0.9
-"""The requests served per second, as a share of those that arrive, below which the summary says that they queue."""
+"""If fewer requests than this share of those that arrive are served per second, the summary says that they queue."""
 
 
 class Screen(NamedTuple):

@@ -84,9 +84,9 @@ def execute(options: Options) -> int:
 
 def examine(name: str, folder: str = ".") -> Report:
     """Return the report on this machine, on the disk of ``folder``, and on the GPU called ``name`` if there is one.
-    Otherwise ``missing`` says why not; ``error`` says why it cannot be used. ``limits``: how many bytes may be pinned,
-    by the shell's limits (``memlock``, ``memlock_hard``; None: no limit) and by what memory there is on this machine
-    and in the control group (``available_bytes``; None: not known without torch)."""
+    ``missing`` says why there is none, ``error`` why it cannot be used. ``limits``: how many bytes may be pinned, by
+    the shell's limits (``memlock``, ``memlock_hard``; None: no limit) and by what memory there is on this machine and
+    in the control group (``available_bytes``; None: not known without torch)."""
     soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     report: Report = {
         "command": "doctor", "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}",

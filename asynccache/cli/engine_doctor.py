@@ -50,7 +50,7 @@ ANSWER = 10.0
 """Seconds that a store may take to open, and to answer."""
 PROBES = 5
 UNWRITTEN = ("file", "memory", "host", "mooncake")
-"""Stores to which no page is written: who can open them may write."""
+"""Stores to which no page is written: whoever can open one may write."""
 SLOW = {"vllm": 0.5, "sglang": 1.0}
 """Seconds that each engine's requests wait for a look-up, unless ``lookup_timeout`` says otherwise."""
 

@@ -1,7 +1,7 @@
 """The options of every command, each declared once, as a field of a ``Settings`` struct; and those of ``replay`` and
 ``stress``, with the settings of a run made from them.
 
-A field that has a meaning is an option: its annotation has its type, its bounds, its help and how it is written (see
+A field with a help text is an option: its annotation has its type, its bounds, its help and how it is written (see
 ``option``), and its default is the option's. The command line's parser is made from that, and what is given is read and
 checked by the same declaration as files, the environment and Python.
 
@@ -55,10 +55,11 @@ Concurrency = Annotated[int, Meta(ge=1, le=1 << 16)]
 def option(metavar: str, text: str, **extra: Any) -> Meta:
     """Declare an option. ``text``: its help.
 
-    ``extra``: ``argument``, it is an argument, True, or one that may be left out, False; ``const``, the value of the
-    option alone; ``several``, it may be given more than once, and is a tuple, or ``parse`` gets a line for each;
-    ``only``, the command that has it; ``written``, the default as the help shows it; a command's name, the metavar and
-    the help that it has instead; ``parse`` and ``choices`` as in ``Field``.
+    ``extra``: ``argument`` is True for a positional argument, False for one that may be left out. ``const`` is the
+    value of the option when it is given without one. With ``several`` it may be repeated, and is a tuple, or ``parse``
+    gets a line for each. Only the command ``only`` has it. ``written`` is the default as the help shows it. A command's
+    name stands for the metavar and the help that it has there instead. ``parse`` and ``choices`` are those of
+    ``Field``.
     """
     return Meta(description=text, extra={"metavar": metavar, **extra})
 
@@ -176,8 +177,8 @@ DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes",
              "host_tokens", "swa_ratio")
 """The options that are refused beside ``--config``, because its file describes the components."""
 ROOM = {"device_tokens": 131_072, "host_tokens": 262_144}
-"""Room for tokens on device and host in ``replay`` and, by its first host size, in ``plan``: any request of a published
-trace fits. ``stress`` differs in these two alone: its cache is smaller, so that 20 seconds fill it."""
+"""Room for tokens on device and host in ``replay``: any request of a published trace fits. ``plan`` has the same
+device, and the same host as its smallest. The cache of ``stress`` is smaller, so that 20 seconds fill it."""
 PREFILL_RATE = 8000.0
 EVICTION = "p2c"
 
@@ -228,8 +229,7 @@ def _storage(name: str, text: str) -> str | tuple[str, ...] | None:
 
 
 class RunSettings(CommandOptions, frozen=True, kw_only=True):
-    """All settings of one run, with defaults filled in. Those of a command that the other one does not have are at
-    their defaults there.
+    """All settings of one run, with defaults filled in, also for options that only the other command has.
     """
 
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {"replay": {"workload": None, "rate": 0.0, **ROOM}}

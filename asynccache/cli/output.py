@@ -105,7 +105,8 @@ ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L
 """From which tier to which each stage moves pages."""
 
 BUSY = 1.2
-"""The slowdown of prefill by other work of the machine from which on the summary and the page mention it."""
+"""The summary and the page mention that other work of the machine slows prefill down, if it does by this factor or
+more."""
 
 TIER_NAMES = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
 

@@ -123,7 +123,7 @@ def page(report: Report) -> str:
 _NO_SETTINGS = ("command", "cache", "quiet", "json", "report")
 _BYTES = ("bytes_per_token", "mamba_bytes")
 _OF = {"swa": ("window", "swa_ratio"), "mamba": ("mamba_bytes",)}
-"""The settings of components that a run may have and not have."""
+"""The settings of the components that a run may lack."""
 
 
 def _setting(name: str, value: object) -> str:

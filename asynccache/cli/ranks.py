@@ -47,7 +47,7 @@ _LOOK = 0.02
 
 
 class RankedEngine:
-    """See ``Engine``: its work is sent to all ranks, as a batch. ``pools``: by component, how many pools all ranks have
+    """An engine whose work is sent to all ranks, as a batch. ``pools``: by component, how many pools all ranks have
     together."""
 
     slowdown = 1.0

@@ -130,7 +130,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Placed:
-    """A request in the ``Line``, which came ``at`` this second for room for ``tokens``."""
+    """A request in the ``Line``: it came at second ``at``, for room for ``tokens``."""
 
     at: float
     tokens: int

@@ -30,8 +30,8 @@ _STATES_PER_REQUEST = 4
 
 def sidecars(text: str, page_size: int, bytes_per_token: int, layers: int) -> Iterator[Sidecar]:
     """Yield the sidecars in ``text``: entries with commas between them, each ``NAME:FROM:BYTES_PER_TOKEN`` or the
-    preset. One of the preset has ``layers`` layers, and every one has fewer if its bytes cannot be divided evenly among
-    so many.
+    preset. A sidecar of the preset has ``layers`` layers, and any sidecar has fewer if its bytes cannot be divided
+    evenly among so many.
 
     Raises:
         ConfigError: an entry is neither.

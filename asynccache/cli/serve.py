@@ -227,7 +227,7 @@ async def _serve(options: Options) -> int:
 def _tells(
     server: HostServer, options: Options, patience: float
 ) -> Iterator[tuple[str, AbstractAsyncContextManager[object]]]:
-    """Yield, by name, what tells others of the server as long as it is entered."""
+    """Yield the contexts in which metrics and events of ``server`` are served, by name."""
     if options.metrics is not None:
         from asynccache.host.metrics import serve_metrics
 
@@ -237,7 +237,7 @@ def _tells(
 
 
 def _import_events() -> tuple[type[ZmqPublisher], type[HeldReport]]:
-    """Return what makes and sends events. Raises ConfigError: their package is not installed."""
+    """Return the classes that make and send events. Raises ConfigError: their package is not installed."""
     try:
         from asynccache.events import HeldReport, ZmqPublisher
     except ModuleNotFoundError as error:

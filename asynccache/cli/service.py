@@ -48,7 +48,7 @@ _CHUNK = {"replay": 16384, "stress": 1024}
 """Tokens that are computed between two commits, by command."""
 _DECODE_CALLS = 4
 _LONG = 16384
-"""A prompt of at least so many tokens is made in a thread, so that the loop is not held up."""
+"""A prompt of at least this many tokens is made in a thread, so that the loop is not held up."""
 
 
 class Text(NamedTuple):

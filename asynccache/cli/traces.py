@@ -5,15 +5,15 @@ by itself, without a cache.
 
 * **Mooncake**: a request on each line. ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens),
   and ``hash_ids``: one id for each block of 512 tokens of the prompt. Blocks with equal ids are equal if all blocks
-  before them are equal too. Other blocks: ``block_size`` in the records, as ``kvcache-simulator`` reads it, or the
-  option.
+  before them are equal too. Blocks of another size: ``block_size`` in the records, as ``kvcache-simulator`` reads it,
+  or the option.
 * **Qwen-Bailian**: the same with ``chat_id``, ``parent_chat_id`` (-1: it begins a conversation), a ``timestamp`` in
   seconds, and blocks of 16 tokens.
 * **AgentX** (Weka's kv-cache-tester and what is published from it): a conversation on each line or in each file of a
   folder. ``block_size``, ``hash_id_scope`` (``local``: ids are those of this conversation; ``global``), and
   ``requests``: each with ``t`` (seconds since the conversation began), ``in``, ``out`` and ``hash_ids``. A request that
-  has ``requests`` itself is a subagent. Their times count from the subagent's or from the conversation's beginning; the
-  former if one of them would else be before the subagent.
+  has ``requests`` itself is a subagent. Their times count from the conversation's beginning or, if one of them would
+  then be before the subagent, from the subagent's.
 
 The last block may be partial; it may also have no id, and then it is like no other. An AgentX request may have no ids
 at all. Fields that are not named here are not looked at.

@@ -6,7 +6,7 @@ then so that their KV comes from each tier, and the answers are compared: greedy
 differ by ``FACTOR`` times what two cold runs of the same server differ by.
 
 Cold means another ``cache_salt`` for each request; of a server that knows no salts, the first run of a prompt is cold.
-How prompts leave a tier is up to the user: a command, an address to POST to, or so many tokens of other prompts.
+How prompts leave a tier is up to the user: a command, an address to POST to, or a number of tokens of other prompts.
 Nothing of asynccache needs to be in the server. Imports no torch.
 """
 
@@ -39,7 +39,8 @@ T = TypeVar("T")
 FACTOR = 3.0
 """How many times the difference of two cold runs is allowed: a hit is computed in other pieces than a cold prompt."""
 UNSTEADY = 1.0
-"""Nats. A prompt whose cold runs are further apart proves nothing, and is left out. If most are, the server is."""
+"""In nats. A prompt whose cold runs are further apart proves nothing, and is left out. If most are, the server cannot
+be verified."""
 LONGEST = 1 << 22
 LEARNING = 8
 TURNS, TALKS = 3, 2
@@ -114,7 +115,7 @@ class Tier:
 
     tier: str
     how: str
-    """How the KV was brought to come from this tier."""
+    """What was done so that the KV comes from this tier."""
     wants_hits: bool = True
     prompts: int = 0
     prompts_hit: int = 0

@@ -235,8 +235,9 @@ class StressSource:
     """The requests of ``open_conversations`` conversations. Each request is of one that is drawn at random among those
     that wait; a conversation that has ended is replaced by a new one.
 
-    ``requests``: end after so many; None: never. ``hints``: the share of conversations whose last request says that it
-    is the last. ``rate``: requests arrive at random times, so many a second on average; 0: as soon as there is a place.
+    ``requests``: the number after which to end; None: never. ``hints``: the share of conversations whose last request
+    says that it is the last. ``rate``: requests arrive at random times, so many a second on average; 0: as soon as
+    there is a place.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ class ShelfStatistics(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Counts. Those up to ``deferred_backups`` are of now, the others since the start. ``device`` and ``host`` are in
-    the order of the components.
+    """Counts: as of now up to ``deferred_backups``, since the start after it. ``device`` and ``host`` are in the order
+    of the components.
     """
 
     nodes: int
@@ -72,8 +72,8 @@ class CacheCore:
     done by the next slice of the call (``More``), or by ``follow_up``.
 
     ``release``, ``claim``, ``release_claim`` and ``prefetch_release`` split, evict and back up nothing, so they may be
-    called at any time. They may make room for something that waits, such as a backup. That is left to ``follow_up``;
-    ``behind`` is True while there is any.
+    called at any time. If that makes room for something that waits, such as a backup, ``follow_up`` starts it;
+    ``behind`` is True until then.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -124,12 +124,12 @@ class CacheCore:
         return self._leases.lease(ask)
 
     def something_ends(self) -> bool:
-        """Return True if any operation is in flight whose end may be awaited. What a late store was asked may not."""
+        """Return True if any operation is in flight whose end may be awaited. That of a late store may not."""
         return self._transfers.room.something_ends()
 
     def check_possible(self, ask: LeaseRequest) -> None:
         """Check that ``lease`` could grant ``ask`` if the device were empty, so that a request that is too large need
-        not wait in line to learn that. Returns nothing, and changes nothing.
+        not wait in line to learn that. Changes nothing.
 
         Raises:
             CacheFull: the reservation exceeds the device.
@@ -159,8 +159,8 @@ class CacheCore:
 
         ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: a position, at the
         end of a page, and a slot out of ``lease.states``. ``computed``: False if the engine may still be computing
-        pages of ``key``; then a ``Compute`` comes, too. Duplicates come as ``Retire``. ``Wait``: pages on this path are
-        just being loaded for another request; nothing was changed.
+        pages of ``key``; then the plan has a ``Compute``. It has a ``Retire`` for duplicates. ``Wait``: pages on this
+        path are just being loaded for another request; nothing was changed.
 
         Raises:
             ConfigError: the key is shorter than what the lease has committed, or ``check_checkpoint`` refuses the
@@ -202,8 +202,7 @@ class CacheCore:
         return self._given_back()
 
     def prefetch_look(self, space: bytes, key: bytes) -> PrefetchShape | Skip:
-        """Return what a prefetch of ``key`` would bring as things are now; ``Skip`` if it would not begin. Changes
-        nothing."""
+        """Return what a prefetch of ``key`` would bring now; ``Skip`` if it would not begin. Changes nothing."""
         return self._prefetches.look(space, key)
 
     def prefetch_open(
@@ -332,8 +331,8 @@ class CacheCore:
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Note whether storage takes too long to answer, whatever it was asked. While storage is late, no request waits
-        for the host pages that its backups pin and its prefetches have taken; it goes on without them."""
+        """Note whether storage takes too long to answer. While it does, requests go on without the host pages that
+        backups to storage pin and prefetches have taken, and wait for none of them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()
@@ -351,9 +350,8 @@ class CacheCore:
         return Backfill(self.world, self._transfers, store=store)
 
     def learned(self, now: float = 0.0) -> Learned | None:
-        """Return what the eviction policy has learned from all requests together; None if it learns nothing. The time
-        is the later one of ``now``, in seconds, and the time last given to ``at``. Changes nothing, so it may be called
-        from any thread."""
+        """Return what the eviction policy has learned from all requests together; None if it learns nothing. Ages are
+        as of ``now``, in seconds, or the time last given to ``at``, if that is later. For any thread."""
         return self.world.policy.learned(max(int(now * 1e6), self.world.recency.time))
 
     def statistics(self) -> Statistics:

@@ -28,7 +28,7 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
-    """The outcome of a commit."""
+    """What a commit did."""
 
     plan: Plan
     length: int
@@ -36,7 +36,7 @@ class Committed(NamedTuple):
     took: bool
     """Whether the checkpoint's slot went to the tree."""
     computing: int
-    """The ``Compute`` in the plan; 0: there is none."""
+    """The id of the ``Compute`` in the plan; 0: there is none."""
 
 
 def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
@@ -255,9 +255,9 @@ class Commits:
         return True
 
     def _await_engine(self, lease: CoreLease, filled: dict[Node, int]) -> int:
-        """Open the operation that lasts until it is known whether the engine has computed the cells in ``filled``, and
-        return its id. The lease hears if the engine has not, even if the tree took none of its pages: those that it
-        commits later may rest on the same batch."""
+        """Open the COMPUTE that lasts until it is known whether the engine has computed the cells in ``filled``; return
+        its id. If it fails the lease is told, even if the tree took none of its pages: its later commits may rest on
+        the same batch."""
         op = self._world.ledger.open(COMPUTE)
         op.leases.append(lease)
         for node in sorted(filled, key=_end):
@@ -282,9 +282,9 @@ class Commits:
         self._transfers.backup_coldest()
 
     def _count_pass(self, lease: CoreLease, end: Node) -> Node | None:
-        """Count that this lease has passed, once, through every node up to ``end`` without a host copy. Return the
-        deepest node that is due for a backup: one with two passes or more, or else the first one with a host copy that
-        is met on the way up; None if there is neither."""
+        """Count one pass of this lease through each node on the path to ``end`` that has no host copy. Return the
+        deepest node with two passes or more, which is due for a backup; else the first one with a host copy on the way
+        up; None if there is neither."""
         due = None
         node = end
         while node.parent is not None:

@@ -2,7 +2,8 @@
 never ask which kind a component is.
 
 A component is FULL, SWA or MAMBA. All of them answer the same three questions. May a match end here? From which page on
-does such an end need the component's data? Is that data divided when a node splits? Positions are pages from the root.
+does such an end need the component's data? Is that data divided when a node splits? SWA and MAMBA, which come with
+FULL, are the *auxiliary* components. Positions are pages from the root.
 
 * FULL: a match may end at any page of an unbroken run from the root.
 * SWA: an end is valid where the unbroken run of window data before it covers the window, or reaches the root.
@@ -34,8 +35,8 @@ class Component(ABC):
 
     @abstractmethod
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        """Return the longest end, at most page ``end``, that this component allows a match along ``path``; in pages
-        from the root. ``host``: True if data that only the host has counts, too."""
+        """Return the longest end of a match along ``path`` that this component allows, at most page ``end``. ``host``:
+        whether data that only the host has counts, too."""
 
     @abstractmethod
     def first_page(self, end: int) -> int:

@@ -51,8 +51,8 @@ class Recency:
         self.now = node.stamp[c] = time if time > now else now
 
     def uncover(self, node: Node, child: Node, c: int) -> None:
-        """Give ``node`` the stamp of ``child``, its last child, which was evicted, if that is later: whoever used the
-        child used ``node``, too. For FULL, the last use of ``node`` that the policy was told of counts as well."""
+        """Raise the stamp of ``node`` to that of ``child``, its last child, which was just evicted: whoever used the
+        child used ``node``, too. For FULL, the last use that the policy was told of counts as well."""
         before, stamp = node.stamp[c], child.stamp[c]
         if not c and before >= 0 and node.used > stamp:
             stamp = node.used
@@ -263,8 +263,8 @@ class Learned(NamedTuple):
     returned: float
     """How many blocks (of 512 tokens) came back while they were remembered."""
     leads: bool
-    """True if the policy now chooses by what it has learned; False if it evicts the least recently used, because that
-    has found no less of late or nothing is known yet."""
+    """True if the policy now chooses by what it has learned; False if it evicts the least recently used, which is so
+    before it has learned anything, or if that has found no less of late."""
     watched: int
     """How many nodes are remembered to tell whether the curves or recency find more."""
 
@@ -320,13 +320,12 @@ class EvictionPolicy:
         this use."""
 
     def end(self, node: Node) -> None:
-        """Called when the conversation that ``node`` is private to is over. The node goes before the policy is
-        asked."""
+        """Called when the conversation that ``node`` is private to is over. The node is evicted without asking the
+        policy."""
 
     def recall(self, parent: Node, page: bytes) -> int:
-        """Return where the last node ended, in pages from the root, that began with ``page`` below ``parent`` and has
-        left the tree; 0 if that is not known. A new node is cut there, so that what was used together stays
-        together."""
+        """Return the end, in pages from the root, of the last node that began with ``page`` below ``parent`` and left
+        the tree; 0 if it is not known. A new node is cut there, so that what was used together stays together."""
         return 0
 
     def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:

@@ -17,8 +17,8 @@ class Adapter(str):
     """The ``namespace`` of a LoRA adapter: a str like any other, which also has the name and number under which KV
     events tell of the adapter.
 
-    ``lora_name`` is the key itself, unless another name is given. ``lora_id`` is the adapter's number, or None. Only
-    the events look at these two. Pages are found by the key alone, so two adapters with one key share their pages.
+    ``lora_name`` is the text itself, unless another name is given. ``lora_id`` is the adapter's number, or None. Only
+    events look at these two: adapters that are equal as text share their pages.
     """
 
     __slots__ = ("lora_id", "lora_name")

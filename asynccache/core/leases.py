@@ -121,7 +121,8 @@ class Leases:
             self._check_capacity(self._mamba, ask.states, 1, "states")
 
     def _check_capacity(self, c: int, need: int, unit: int, what: str) -> None:
-        """``unit``: how many of ``what`` a slot has room for."""
+        """Raise ``CacheFull`` if the device has fewer than ``need`` of component ``c``. ``unit``: how many of ``what``
+        a slot holds."""
         room = self._world.shelves[c].slots.capacity * unit
         if need > room:
             name = self._world.components[c].kind.name.lower()
@@ -148,8 +149,8 @@ class Leases:
     def _try(
         self, ask: LeaseRequest, root: Node, path: list[Node], ends: Ends, target: int
     ) -> tuple[Room, CoreLease | None]:
-        """Pin the match up to page ``target``, and make room for loads and new pages. Return the outcome and the lease.
-        The lease is None if it does not fit; nothing stays pinned then."""
+        """Pin the match up to page ``target``, and make room for loads and new pages. Return whether there is room, and
+        the lease; None if it does not fit, and then nothing stays pinned."""
         world = self._world
         end = path[-1] if path else root
         hold = take_hold(world, end, target)
@@ -174,9 +175,9 @@ class Leases:
 
     def _cut_path(self, path: list[Node], target: int, exact: bool, private: int) -> list[Node]:
         """Return the path up to page ``target``, after splitting nodes at ``target`` and at page ``private``. The node
-        in which the window of that end begins is split there in three cases: its SWA must be loaded, so that no more
-        than the window is; ``exact``, so that no more is pinned; ``target`` lies inside a node, where texts fork, so
-        that the pages which this end needs are in a node of their own."""
+        in which the window of that end begins is split where it begins, too: if its SWA must be loaded, so that only
+        the window is; if ``exact``, so that only the window is pinned; and if texts fork at ``target``, so that the
+        pages which this end needs are a node of their own."""
         world = self._world
         path = path[:]
         while path and path[-1].parent.end >= target:  # type: ignore[union-attr]
@@ -199,8 +200,8 @@ class Leases:
         return path
 
     def _loads(self, path: Sequence[Node], target: int) -> list[tuple[Node, int]]:
-        """Return the nodes, root first, of which the match needs data that the device lacks and the host has; each with
-        a bit for each such component."""
+        """Return the nodes, root first, from which the match must load data, each with a bit for each component to be
+        loaded."""
         count = self._count
         firsts = [c.first_page(target) for c in self._world.components]
         floor = min(firsts[1:], default=NOWHERE)

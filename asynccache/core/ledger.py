@@ -55,7 +55,7 @@ Fragment = tuple[Node, int, int]
 
 
 class Operation:
-    """One transfer in flight; or a retirement, or pages that are being computed."""
+    """A transfer in flight, slots being retired, or pages being computed."""
 
     __slots__ = ("doomed", "fragments", "id", "kind", "leases", "parked", "slots", "status", "tiers")
 
@@ -163,8 +163,8 @@ class Ledger:
             node.ops = tuple([other for other in node.ops if other is not op])
 
     def forget(self, node: Node) -> None:
-        """Have no operation cover ``node`` any more: it leaves the tree. All operations that cover it are COMPUTEs, for
-        the others pin what they cover."""
+        """Have no operation cover ``node``, which leaves the tree. Only COMPUTEs can: all others pin what they
+        cover."""
         for op in node.ops:
             op.fragments = [fragment for fragment in op.fragments if fragment[0] is not node]
         node.ops = ()

@@ -88,8 +88,8 @@ class Matches:
         return Ends(min(device, union), union, full)
 
     def missing(self, path: Sequence[Node], end: int) -> list[int]:
-        """Return how many pages of each component (states for MAMBA) a match along ``path`` that ends at page ``end``
-        lacks on the device."""
+        """Return by component how many pages (states for MAMBA) the device lacks for a match that ends at page
+        ``end``."""
         lacking = [0] * self._count
         for component in self._world.components:
             c, first = component.index, component.first_page(end)
@@ -177,7 +177,8 @@ class Matches:
 
 
 class Cell(NamedTuple):
-    """One component of a run: its state on the device and on the host, and its ``pins`` there, in that order."""
+    """One component of a run, on both tiers: its states, and its ``pins`` on device and host. (In the tree a cell is on
+    one tier.)"""
 
     component: ComponentKind
     device: str
@@ -263,8 +264,8 @@ class Explanations:
         return ghosts.find(node, following)
 
     def limit(self, path: Sequence[Node], full: int) -> ComponentKind | None:
-        """Return the auxiliary component that ends a match along ``path`` before page ``full``, up to which FULL goes;
-        None if none does."""
+        """Return the auxiliary component that ends a match before ``full``, the page up to which FULL goes; None if
+        none does."""
         limit = self._limit(path, full)[1]
         return None if limit is None else self._world.components[limit].kind
 

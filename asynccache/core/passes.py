@@ -6,9 +6,9 @@ A pass visits each node once that is in the tree from its beginning to its end, 
 between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next. Pages that come into the
 tree during a backfill reach the store by the usual way.
 
-Nobody matches below a dead root. The nodes there leave the tree leaf by leaf, when nothing pins them any more. One
-walk, at the invalidation, finds those that may go at once. After that, whatever takes the last pin or the last child
-from a node says so (``World.loose``), so no node is looked at twice in vain.
+The root of a forgotten namespace is *dead*: nobody matches below it. Its nodes leave the tree leaf by leaf, when
+nothing pins them any more. One walk, at the invalidation, finds those that may go at once. After that, whatever takes
+the last pin or the last child from a node says so (``World.loose``), so no node is looked at twice in vain.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ NO_SLOT: Final = b"\xff\xff\xff\xff"  # what a page table has where a page has n
 
 
 class Status(IntEnum):
-    """The status with which an operation ended."""
+    """How an operation ended."""
 
     FAILED = 1
     DONE = 2
@@ -52,8 +52,8 @@ class StoredPages(NamedTuple):
 
 MOST_OPS: Final = 256
 MOST_BYTES: Final = 1 << 20
-"""The most operations, and the most bytes of slots on either side, of a ``BackupHost`` with several operations. So it
-is no long message, wherever a worker is, unless one operation alone is."""
+"""Bounds of a ``BackupHost`` with several operations: their number, and the bytes of slots on either side. They keep
+the message to a worker short."""
 
 
 class BackupHost(NamedTuple):
@@ -92,9 +92,9 @@ class BackupStorage(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Keep device slots from being taken until the engine's batches that may use them are over; duplicates of a commit
-    also until the engine uses the page table as it is after the commit. The runtime answers DONE then. The slots are
-    those of the ``Operation``."""
+    """Keep the slots of the ``Operation`` on the device from being taken until the engine's batches that may use them
+    are over, and, if they are duplicates of a commit, the engine uses the page table as it is after the commit. Then
+    the runtime answers DONE."""
 
     op: int
 
@@ -161,7 +161,7 @@ FREED = Plan(freed=True)
 
 
 class Outcome(NamedTuple):
-    """The runtime's report of an operation, when its I/O has let go of every buffer: how it ended."""
+    """The runtime's report of how an operation ended, made when its I/O has let go of every buffer."""
 
     op: int
     status: Status

@@ -82,13 +82,11 @@ _USED_AND_FORKED = tuple(heat + 1 if heat & 7 < 5 else heat for heat in _USED)
 _MOST_PAGES = 1 << 15
 _BOUND: Final = 16
 _SWAY: Final = 8
-"""The bounds of ``ahead``: at most one ``_BOUND``-th of the room; the lead changes at one ``_SWAY``-th of that, to
-either side. In small caches both are more: the lead changes at no less than what a request asks for on average, so that
-no single request decides."""
+"""``Duel.ahead`` stays within ``1 / _BOUND`` of the room, and the lead changes at ``1 / _SWAY`` of that. In small
+caches both are more, at least what a request asks for on average, so that no single request decides."""
 _MOST_EVICTED: Final = 64
-"""The number of nodes that a small cache evicts in one call at most, or two for each node that is used, if that is
-more. A long prompt after many small nodes may leave too many pages; these are evicted in later calls, since each call
-may evict more nodes than it brings."""
+"""The most nodes that a small cache evicts in one call, unless two for each node that is used are more. If too many
+pages are left, as by a long prompt after many small nodes, later calls evict them."""
 _LONGEST: Final = 256
 """The number of drawn nodes of a path that the small caches look at, from the root on. It bounds the time of a call."""
 # A cumulative sum of shortfalls, in standard deviations (Page, 1954). ``_SLACK`` is taken off each shortfall, so a
@@ -146,7 +144,7 @@ class Curves:
 
     def _cohort(self, since: int) -> int:
         """Return the number of the cohort of blocks whose last use was at ``since``. A use at the moment when a cohort
-        was begun belongs to the cohort before."""
+        begins counts for the one before it."""
         return bisect_left(self._births, since) - 1
 
     def learn(self, now: int) -> None:
@@ -534,9 +532,9 @@ class Duel:
 
 
 class _Ends:
-    """The result of looking at the two ends of a queue. ``worth``: of the cell at its cheaper end. ``newest``: True if
-    that is the newest cell, False if it is the oldest. ``bin``: the cell's bin of age. ``until``: until when this
-    holds, in microseconds, if ``version`` is still that of the curves."""
+    """The two ends of a queue, looked at. ``worth``: of the cell at the cheaper end. ``newest``: whether that is the
+    newest cell and not the oldest. ``bin``: the cell's bin of age. ``until``: until when this holds, in microseconds,
+    if ``version`` is still that of the curves."""
 
     __slots__ = ("bin", "newest", "until", "version", "worth")
 

@@ -95,8 +95,8 @@ def usable_end(
 
 
 def _window_ends(shape: PrefetchShape, pages: bytes) -> bytes:
-    """Return for each of ``pages`` whether the window of an end behind it is there whole, in storage or on the host.
-    A run of twice as many pages is two runs, so a window of any length takes a few passes over all pages."""
+    """Return for each of ``pages`` whether the whole window before its end is in storage or on the host. Runs are
+    doubled until they are as long as the window, so that takes a few passes over all pages."""
     size = shape.page_size
     for start, stop in shape.swa:
         first, last = start // size, min(stop // size, len(pages))
@@ -241,7 +241,7 @@ class PrefetchOperations:
         )  # fmt: skip
 
     def _wants(self, anchor: int, total: int) -> list[int]:
-        """Return how many slots a prefetch of the pages ``anchor`` to ``total`` may take at most, by component."""
+        """Return, by component, the most slots that a prefetch of the pages ``anchor`` to ``total`` may take."""
         world = self._world
         wants = [total - anchor, *[total - component.first_page(total) for component in world.auxiliary]]
         host = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
@@ -315,9 +315,8 @@ class PrefetchOperations:
         return PrefetchBegun(op.id, shape, world.plan())
 
     def _runs(self, path: Sequence[Node], anchor: int, covered: int) -> list[tuple[int, int]]:
-        """Return from which position to which, in tokens, SWA is there, on either tier, on ``path`` up to page
-        ``anchor``, the first run first. Nodes are looked at as far up as a window could begin that ends behind page
-        ``covered``."""
+        """Return the runs of SWA on either tier along ``path`` before page ``anchor``: each from a token to a token,
+        the first run first. The walk goes up as far as a window that ends behind page ``covered`` could begin."""
         world, swa, size = self._world, self._world.swa, self._size
         runs: list[tuple[int, int]] = []
         if not swa or not path:

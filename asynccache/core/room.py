@@ -46,7 +46,7 @@ from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, PASSED, World
 
-# How many copies a drain passes over, for one backup, that storage does not take.
+# The most copies, of pages that storage does not take, that a drain passes over for one backup.
 _MOST_IN_THE_WAY = 64
 
 # Kinds of operations that own or pin host pages: those that end without storage, and all of them.
@@ -55,7 +55,7 @@ _ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
 
 class Room(Enum):
-    """The outcome of an attempt to make room, or to start a backup in the room that is made for it."""
+    """How an attempt to make room, or to start a backup in it, went."""
 
     FREE = "the slots are free, or the backup was started"
     SHORT = "not now: too much is pinned"
@@ -294,10 +294,9 @@ class RoomMaker:
         self.evict(node, place)
 
     def _may_go_gently(self, node: Node, cost: Cost) -> bool:
-        """Return True if storage has the host copy of ``node``, and ``cost`` allows for it.
-
-        A copy that was made so that its device cell can go is not spare. If it went, the request that waits for the
-        device cell would start the backup anew and lose the copy again, as often as there are backups that can wait.
+        """Return True if the host copy of ``node`` may go: storage has it, and ``cost`` allows that. The copy of a
+        condemned node is not spare: the request that waits for the device cell would only make it again, and lose it
+        again to the next backup that can wait.
         """
         if node.condemned and cost is Cost.SPARE:
             return False

@@ -1,8 +1,8 @@
 """Opening and closing the transfers between the tiers: backup_host, load_back, clone, backup_storage.
 
 Backups go parent first, and outcomes on one path apply root first: an operation whose outcome came before that of one
-above it is parked. When one fails, everything ARRIVING below it is doomed at once; its pages wait for their own
-outcome. So data on a tier is closed towards the root at every moment.
+above it is parked. When one fails, everything ARRIVING below it is doomed at once, and leaves when its own outcome
+comes. So data on a tier is closed towards the root at every moment.
 
 A backup of pages that the engine may still be computing is parked, too, until it is known that they were computed. So
 what a failed batch did not compute never counts as saved, and nothing below it does.
@@ -432,9 +432,9 @@ class Transfers:
         return self._computing(op) if base and self._world.ledger.count[COMPUTE] else None
 
     def _computing(self, backup: Operation) -> Operation | None:
-        """Return a COMPUTE of a node that ``backup`` covers, or of one above: its pages may rest on that batch, even if
-        the host had everything between them long before, because the batch has brought a state there, or brought pages
-        back to the device."""
+        """Return a COMPUTE of a node that ``backup`` covers, or of one above: the backup's pages may rest on that
+        batch. That holds even if the host has had all nodes between for long, since the batch may have put a state
+        there, or brought pages back to the device."""
         climbed, node = 0, backup.fragments[0][0]
         for other, _, _ in backup.fragments:
             if other.end > node.end:

@@ -251,8 +251,8 @@ def cut(node: Node, pages: int, page_bytes: int) -> Node:
 
 
 class Gone(IntEnum):
-    """The tier from which a page left the tree, when no other tier had it. NEVER: nothing is remembered of the page.
-    STORED: the page was in storage when it left."""
+    """The last tier that a page was on before it left the tree. NEVER: nothing is remembered of it. STORED: storage had
+    it."""
 
     NEVER = 0
     DEVICE = 1

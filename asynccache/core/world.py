@@ -96,7 +96,7 @@ class Shelf:
 
 
 class Counters:
-    """Counts of what has happened since the start."""
+    """Counts since the start, and how many nodes there are now."""
 
     __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
 
@@ -156,11 +156,11 @@ class World:
         self.behind = False
         """True if work is left for ``follow_up``."""
         self.steps = self.passed = 0
-        """All calls together have taken ``steps`` steps, and passed over ``passed`` cells in the orders that are no
-        candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than itself may take
-        more steps: those cells are put back when the pins go, and must be passed over in the next slice, too."""
+        """What all calls together have taken in steps, and how many cells in eviction orders they have ``passed`` over
+        because they were no candidates; ``PASSED`` of these count as a step."""
         self.limit = config.slice_steps
-        """How high ``steps`` may be at the end of this call."""
+        """How high ``steps`` may be at the end of this call: higher if the call pins a long path for itself alone. Its
+        cells come back into the orders when the pins go, and the next slice has to pass over them again."""
         self._era_began = 0
         self._effects: list[Effect] = []
         self._backups: list[int] = []
@@ -216,7 +216,7 @@ class World:
         return self.steps >= self.limit
 
     def plan(self) -> Plan:
-        """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
+        """Return what this call decided, and begin the plan of the next call, with steps of its own."""
         self.limit = self.steps + self.config.slice_steps
         if self._backups:
             self._join_backups()
@@ -686,7 +686,7 @@ class World:
         return self.agreed_end(path, self.components[0].longest_end(path, end, host), host)
 
     def agreed_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        """Return ``valid_end`` for an ``end`` that FULL accepts. FULL accepts every shorter end, too, so it is not
+        """Return ``valid_end`` for an ``end`` that FULL accepts: it accepts every shorter one, so only the others are
         asked."""
         agreed = 1
         while end and agreed < self.count:

@@ -204,7 +204,7 @@ class Announcer:
 
 def _block_key(namespace: str | bytes) -> tuple[str, ...]:
     """Return the ``extra_keys`` of one block, by which it differs from blocks with the same tokens: the adapter's name
-    first, as routers expect it, then the key itself (in hex if it is bytes)."""
+    first, as routers expect it, then the namespace itself (in hex if it is bytes)."""
     if isinstance(namespace, bytes):
         return (namespace.hex(),)
     key = str(namespace)

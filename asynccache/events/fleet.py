@@ -35,10 +35,10 @@ from asynccache.events.wire import EventLayout, Mirror
 MOST_AT_ONCE = 256
 """Messages of one stream that are read before the others have their turn."""
 MOST_SOCKETS = 1 << 16
-"""A stream takes three, and one more while it asks; ZeroMQ by itself allows 1,023."""
+"""The sockets that ZeroMQ is told to allow, instead of 1,023. A stream takes three, and one more while it asks."""
 TICK = 0.05
 MOST_HEARTBEAT = 6000.0
-"""Seconds; ZeroMQ takes no more."""
+"""Seconds of the longest heartbeat that ZeroMQ takes."""
 DEVICE, HOST, STORAGE = (medium.value for medium in (Medium.GPU, Medium.CPU, Medium.STORAGE))
 
 

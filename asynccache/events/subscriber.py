@@ -48,8 +48,9 @@ class BatchOrder:
         self._answered = -1  # the number of the last message of an answer: those of a snapshot have all the same
 
     def missing(self, number: int, payload: bytes) -> int:
-        """Return how many batches are missing before this one, which came as it was sent; below 0: it was in an answer
-        before. A number that has been means that the publisher was started again, and all from 0 on are missing.
+        """Return how many batches are missing before this one, which came over PUB; below 0: an answer has had it
+        before. Any other number that has been means that the publisher was started again, and all from 0 on are
+        missing.
 
         Raises:
             msgspec.DecodeError: the payload is no batch.

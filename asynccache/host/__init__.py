@@ -11,8 +11,8 @@ What always holds:
 * A slot that is being written belongs to its process until that publishes it, gives it back or dies (its pidfd says
   so). So a client that is killed at any message leaks nothing and publishes nothing, and one that is stopped keeps its
   slots, which its quota bounds. No time-out can take a slot from under a copy.
-* What a client sends is checked before it is used. One that lies harms its own hits, or those of pages that it
-  scribbles on, which their readers find out.
+* What a client sends is checked before it is used. A client that lies spoils its own hits, or pages that it overwrites,
+  and their readers notice.
 * Memory is never above what was asked for.
 
 ``wire`` is what both sides say, ``memory`` the shared memory and its extents, ``pages`` which page lies where and who

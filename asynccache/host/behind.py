@@ -5,9 +5,9 @@ Records pass through as clients have sealed them, headers and all: the stores ar
 ``CallGuard``, without a ``CheckedStore``.
 
 What always holds:
-* A store that hangs harms nobody. No answer waits for it longer than ``LATE`` seconds, and while one of its calls is
-  that late it is not asked: its pages count as FAILED. What it holds pinned is bounded (``WRITERS`` batches, and its
-  reads).
+* A store that hangs harms nobody. No look-up or read waits for it longer than ``LATE`` seconds, and while one of its
+  calls is that late it is not asked: its pages count as FAILED. What it holds pinned is bounded (``WRITERS`` batches,
+  and its reads).
 * A store that fails or is slow loses writes and delays none: each store has a queue and tasks of its own. A page that
   is evicted before its turn is not written.
 * What is deleted stays deleted: a write of it that is under way is waited for, and a read of it is not published.
@@ -104,8 +104,8 @@ class StoreBehind:
         await changes.list(self.held, watched.parts)
 
     async def aclose(self) -> None:
-        """Close it. It holds nothing then, as far as anybody can tell. Raises as the backend's own does; that of a
-        store that hangs does not end."""
+        """Close the store; from now on it counts as holding nothing. Raises what the backend's ``aclose`` raises, and
+        lasts as long: for ever, if the store hangs."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -152,7 +152,7 @@ class StoreBehind:
 
 
 class StoresBehind:
-    """All stores behind one host process, nearest first. For one event loop. ``longest``: of the payloads.
+    """All stores behind one host process, nearest first. For one event loop. ``longest``: bytes of the longest payload.
 
     Raises:
         ConfigError: a URL is wrong, or two stores have one name.
@@ -223,7 +223,7 @@ class StoresBehind:
         }  # fmt: skip
 
     def stats(self) -> Mapping[str, Mapping[str, int | float]]:
-        """Return what each store says of itself."""
+        """Return the counters of each store, its guard's among them, by the store's name."""
         return {store.options.name: {**store.backend.stats(), **store.guard.stats()} for store in self.stores}
 
     # writing
@@ -282,7 +282,7 @@ class StoresBehind:
     # reading
 
     async def exist(self, keys: Sequence[bytes], pools: Sequence[str], codes: bytearray) -> None:
-        """Ask the stores for the keys whose code is MISS, and write their answers into ``codes``."""
+        """Ask the stores for the keys whose code is not HIT, and write their answers into ``codes``."""
         for store in self.stores:
             at = [i for i, code in enumerate(codes) if code != HIT]
             if not at:

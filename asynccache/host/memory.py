@@ -26,9 +26,9 @@ from asynccache.storage import HEADER_BYTES
 
 UNIT = 4096
 SLOT_BYTES = 16384
-"""There is one slot for so many bytes. Smaller pages than this use up the slots before the payloads."""
+"""Bytes of memory for each slot. Pages smaller than this use up the slots before the payloads."""
 INDEX_BYTES = 320
-"""What the server needs for a page in memory of its own, which is a part of what was asked for; here for every slot."""
+"""Bytes of the server's own memory for each slot. They come out of the memory that was asked for."""
 GENERATION_BYTES, TAG_BYTES = 8, 4
 HUGE = 2 << 20
 ALLOCATED_AT_A_TIME = 128 << 20
@@ -144,7 +144,7 @@ def layout_of(size: int, *, huge: bool = False) -> MemoryLayout:
 
 
 class HostMemory:
-    """The shared memory. ``view``: all of it. ``fd``: what clients get. ``allocated``: the bytes from the begin that
+    """The shared memory. ``view``: all of it. ``fd``: what clients get. ``allocated``: how many bytes, from the start,
     are allocated by now."""
 
     def __init__(self, layout: MemoryLayout, fd: int, allocated: int) -> None:

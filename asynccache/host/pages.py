@@ -1,7 +1,7 @@
 """The books of a memory: which page lies where, which one goes next, and who writes where. No I/O, no clock.
 
 What always holds:
-* Every slot and every unit is free, or a page's, or reserved by a process, or both of the latter: never of two pages.
+* Every slot and every unit is free, or belongs to one page, to one process that has reserved it, or to both.
 * A slot's generation grows when its page has gone, before anybody else can get the slot.
 * A page that is *pinned* (a store is being written from it) keeps its place until it is unpinned, also if it was
   dropped. Like a slot that is reserved, it belongs to a process: if another server takes over meanwhile, until that
@@ -10,9 +10,9 @@ What always holds:
 * What one process may have reserved is bounded, and so is what all have: half of the memory.
 
 Recency decides what goes: the page that was used longest ago, or of several sizes, the pages of the cheapest place
-among those around the oldest. A call's pages are used in reverse order, so that of a prefix the deepest page goes
-first, without which the others still serve, although nobody here knows of prefixes. A label (a tenant, a model) may
-have a limit; at it, its own oldest page goes.
+among those around the oldest. A call's pages are used in reverse order. So of a prefix, of which nothing here knows,
+the deepest page goes first, and the others still serve. A label (a tenant, a model) may have a limit; at it, its own
+oldest page goes.
 
 Two hints change that order. Pages of a conversation that has *ended* go before all others, the deepest first. A page
 that is *kept* is passed over until its time has come; then it goes as if it had never been kept. Nobody can keep all of
@@ -37,21 +37,21 @@ from asynccache.host.memory import UNIT, Extents, MemoryLayout, units_of
 from asynccache.storage import HEADER_BYTES, KEY_BYTES, Tell
 
 LONGEST_SHARE = 8
-"""A page takes at most this part of the memory."""
+"""A page takes at most one ``LONGEST_SHARE``-th of the memory."""
 MOST_QUOTA, LEAST_QUOTA = 512 << 20, 64 << 20
 QUOTA_SHARE = 8
 LISTED = 1 << 12
 MOST_SCANNED = 1 << 16
 """Slots that are looked at in one go: millions would keep all clients waiting."""
 PLACES, LEAST_COST = 8, 0.01
-"""Around so many of the oldest pages a place is looked for. What a unit of the oldest page costs, that of the newest
-being 1."""
+"""The number of oldest pages around which a place is looked for. The cost of a unit of the oldest page; one of the
+newest page costs 1."""
 KEPT_SHARE = 4
 LONGEST_KEPT = 3600.0
 MOST_PASSED_OVER = 1 << 12
-"""Kept pages that are passed over for one page at most, and those between which a place in a row is looked for."""
+"""The most kept pages that are passed over for one page. Among more, no place between them is looked for."""
 MOST_TIMES = 1 << 12
-"""Times that are remembered beyond two for each page: who keeps a page again and again gets a new one each time."""
+"""Expiry times in the heap beyond two for each page, before it is made anew: each ``keep`` of a page adds one."""
 _MIDDLE = 1 << 62
 """Where the clock of uses begins: pages of ended conversations count down from here."""
 
@@ -239,7 +239,7 @@ class PageTable:
             label.order.move_to_end(key, last=False)
 
     def _let_go(self) -> None:
-        """Treat as any other what was kept until now."""
+        """Treat the pages whose time has come like any others."""
         heap, passed = self._until, list[int]()
         while heap and heap[0][0] <= self.now:
             until, slot = heappop(heap)
@@ -472,9 +472,9 @@ class PageTable:
         return self._extents.take(units, owner)
 
     def _place_around(self, slot: int, units: int, stay: Collection[int]) -> tuple[float, list[int]] | None:
-        """Return the cheapest place of ``units`` that begins or ends near ``slot``, or has it in it, between the pages
-        that must ``stay``: the cost, and the slots of the pages there. A page costs its units, the more the later it
-        was used. None: none is long enough."""
+        """Return the cheapest place of ``units`` at or around ``slot`` that has no page which must ``stay``: the cost,
+        and the slots of the pages there. A page costs its units, and more the later it was used. None: there is
+        none."""
         start = self.starts[slot]
         row = [*self._row(start, units, -1, stay)[::-1], *self._row(start, units, 1, stay)]
         first = self._used[next(iter(self.index.values()))]
@@ -553,7 +553,7 @@ class PageTable:
             yield keys
 
     def books(self) -> Books:
-        """Return all that is known here but who holds what."""
+        """Return all that is known here, except who holds what."""
         pools, labels = {name: at for at, name in enumerate(dict.fromkeys(self.pools))}, list(self.known_labels)
         label_at = {name: at for at, name in enumerate(labels)}
         return Books(
@@ -572,7 +572,7 @@ class PageTable:
 
     def restore(self, books: Books, held: Iterable[tuple[Writer, Sequence[int], Sequence[int]]]) -> None:
         """Take over the pages of another server, and what processes hold there (see ``held_by``). To be called once,
-        first, but for ``now``."""
+        after ``now`` was set and before anything else."""
         self.usable = books.usable
         for into, data in ((self.lengths, books.lengths), (self.starts, books.starts), (self.written, books.written),
                            (self.generations, books.generations)):  # fmt: skip

@@ -1,10 +1,10 @@
 """The server's socket: who may connect, who is who, and what is left when one dies.
 
-A process is told by its pidfd (``SO_PEERPIDFD``, so that a client in a container has one, too). When that fires, the
+A process is known by its pidfd (``SO_PEERPIDFD``, so that a client in a container has one, too). When that fires, the
 process is dead, no thread of it copies any more, and what it had reserved is free. The end of a connection alone frees
-nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Both may come in any order.
-Connections are taken for those of one process only where that is certain (``process_of``); if nothing tells their
-processes apart, each connection stands for a process of its own, with a pidfd of its own.
+nothing, unless the client said ``Bye`` before: a thread of it may still be copying. Death and the end of a connection
+may be noticed in any order. Connections are taken for those of one process only where that is certain (``process_of``);
+if nothing tells their processes apart, each connection stands for a process of its own, with a pidfd of its own.
 
 Clients are of this user or root, or of the group that the socket was given. What one sends is bounded: a frame, the
 time until its greeting, the answers that it does not read, the connections of one process, and of all.
@@ -48,8 +48,8 @@ LOG = logging.getLogger("asynccache.host")
 
 
 class Peer:
-    """A process at the other end. ``pidfd`` fires when it has died. ``key``: what no other process has, or None.
-    ``owes``: whether a connection of it has ended without a ``Bye``."""
+    """A process at the other end. ``pidfd`` fires when it has died. ``key``: what ``process_of`` returned. ``owes``:
+    whether a connection of it has ended without a ``Bye``."""
 
     def __init__(self, key: tuple[str, int] | None, pidfd: int, name: str, writer: Writer) -> None:
         self.key = key
@@ -61,8 +61,8 @@ class Peer:
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """A server's legacy to the next beside the descriptors: of the memory, of the listening socket, and one for each
-    process in ``held``: its name, and what ``PageTable.held_by`` says of it."""
+    """What a server leaves to the next, beside descriptors of the memory, the listening socket and each process in
+    ``held``. An entry of ``held`` is a name and what ``PageTable.held_by`` returns for it."""
 
     boot: bytes
     layout: MemoryLayout
@@ -73,7 +73,7 @@ class Snapshot(msgspec.Struct, array_like=True):
 
 class Inherited:
     """All that was taken over from a server that ran before: its snapshot, its memory, its socket, and the pidfds.
-    ``confirm`` makes the other one end, and raises ConfigError if that has gone on; it blocks."""
+    ``confirm``, which blocks, makes that server end, and raises ConfigError if it goes on instead."""
 
     def __init__(
         self, snapshot: Snapshot, memory: HostMemory, listener: socket.socket, pidfds: list[int],
@@ -447,8 +447,8 @@ class HostServer:
     # the end, or another server
 
     async def hand_over(self, client: HostClient, number: int) -> None:
-        """Give everything to the server that asks for it over ``client``, and end once it says that it has it. If it
-        does not, go on as before."""
+        """Give everything to the server that asks for it over ``client``, and end once that one has confirmed it; else
+        go on as before."""
         if self.draining:
             client.abort()
             return

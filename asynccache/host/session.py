@@ -2,8 +2,8 @@
 deaths and lies against it.
 
 A process may have several sessions, one for each of its stores; what it has reserved is the process's (``Writer``), so
-a client whose connection was lost can publish or give back over the next one. It names a slot with its generation,
-since by then the slot may have been granted again, to another call of the same process.
+a client whose connection was lost can publish or give back over the next one. Slots are named with their generation: by
+then one may have been granted again, to another call of the same process.
 """
 
 from __future__ import annotations

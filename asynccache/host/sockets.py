@@ -41,10 +41,11 @@ def pidfd_of(sock: socket.socket, pid: int) -> int:
 
 
 def process_of(pidfd: int) -> tuple[str, int] | None:
-    """Return what no other living process has; None if nothing tells this one from others.
+    """Return an identity that no other living process has; None if there is none.
 
-    Since Linux 6.9 that is the inode of its pidfds. Before, those of all processes have one inode, which is that of all
-    anonymous files; then it is its number, if it can be seen from here, in other containers there are equal ones.
+    Since Linux 6.9 it is the inode of the process's pidfds. Before, all pidfds share the inode of anonymous files; then
+    it is the number of the process, if that can be seen from here: in another container the same number may stand for
+    another.
     """
     anonymous = os.eventfd(0)
     try:
@@ -88,7 +89,8 @@ def listening_socket(path: str, group: int | None, backlog: int) -> socket.socke
 
 
 def free_path(path: str) -> None:
-    """Raise ConfigError: somebody listens at ``path``, or there is something that is no socket."""
+    """Raise ConfigError if somebody listens at ``path``, or if no socket can be made there. The socket of a killed
+    process is removed."""
     try:
         why = None if is_free(path) else "a host process listens there; --replace takes over from it"
     except OSError as error:

@@ -14,8 +14,8 @@ from asynccache.host.server import MOST_DESCRIPTORS, Inherited, Snapshot
 
 
 def take_over(path: str, timeout: float = 60.0) -> Inherited | None:
-    """Ask the server at ``path`` for all that it has; None if there is none. The other one ends when that is confirmed,
-    and goes on if it never is. It blocks.
+    """Ask the server at ``path`` for all that it has; None if there is none. It ends once that is confirmed
+    (``Inherited.confirm``), and else goes on. Blocks.
 
     Raises:
         ConfigError: the server there does not hand over.

@@ -145,13 +145,13 @@ class Damaged(HostMessage):
 
 
 class RemoveAll(HostMessage):
-    """Delete every page. Answer: ``Verdicts`` of nothing."""
+    """Delete every page. Answer: empty ``Verdicts``."""
 
     number: Number
 
 
 class Secure(HostMessage):
-    """Have all pages in the stores, as safe as these can make them. Answer: ``Verdicts`` of nothing."""
+    """Write all pages to the stores, as safely as these can. Answer: empty ``Verdicts``."""
 
     number: Number
 
@@ -201,7 +201,7 @@ class Verdicts(HostMessage):
 
 class Places(HostMessage):
     """``codes``: as in ``Verdicts``. For each page that has a place, in order: ``slots``, ``offsets`` (bytes from the
-    begin of the memory) and ``generations``."""
+    start of the memory) and ``generations``."""
 
     number: int
     pages: int
@@ -235,7 +235,8 @@ class Enumerated(HostMessage):
 
 
 class Inheritance(HostMessage):
-    """All that a new server needs. It follows as it is, ``length`` bytes. The new one says ``Bye`` when it has it."""
+    """All that a new server needs: ``length`` bytes, which follow this message without a frame. It says ``Bye`` when it
+    has them."""
 
     number: int
     pages: int

@@ -1,8 +1,8 @@
 """The mover performs the core's moves on a device: it owns the pools of both tiers and the streams between them.
 
 A move names a component. The mover expands it to every pool that the component's slots index, its own pool and
-sidecars, and skips logical ones. Nothing here knows a pool by name, a tree or a lease. A mover belongs to one thread,
-the loop's, and never blocks it.
+sidecars, and skips logical ones. It knows no tree and no lease. A mover belongs to one thread, the loop's, and never
+blocks it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _SURE = 8
 """Bytes that must agree with the pattern before they are taken for it."""
 _CHUNK = 16
 _NUMBERS = 4
-"""The numbers that a token must have at least, before it is judged by all of them being NaN."""
+"""A token with fewer numbers is not judged by all of them being NaN."""
 _STEP_BYTES = 8 << 20
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -91,8 +91,8 @@ class Poison:
         return damaged
 
     def look(self, component: int, slots: Slots) -> tuple[bytes, bytes, list[str]]:
-        """Return three things of these pages: 8 bytes of checksum for each; the bits of each of their tokens, of those
-        that a lease has got as fresh pages; and the layers in which no byte of any of them was written."""
+        """Return three things: 8 bytes of checksum for each of these pages; the bits of each token of the fresh ones;
+        and the layers in which nobody has written any of the pages."""
         pools = self._pools.get(component, ())
         total = np.zeros(len(slots), np.int64)
         fresh = self._holds[component][slots] == FRESH if component in self._holds else np.zeros(len(slots), bool)

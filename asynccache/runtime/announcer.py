@@ -5,8 +5,7 @@ hands all of it to the subscriber in order, and not within a call of the core.
 
 Several stores may hold a key: it is reported as there when the first attached store gets it, and as gone when the last
 one has lost it or was detached. A namespace's name is kept while the namespace has pages, and after its last request at
-least until ``NAMES`` other namespaces were named; so the number of names is bounded, however many namespaces there have
-been.
+least until ``NAMES`` other namespaces were named; so the number of names is bounded.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ class Announcer:
         return self._named_before.get(space) if known is None else known
 
     async def begin(self, store: int) -> None:
-        """Report the keys that this store gains and loses from now on, and those that it has. Returns when all that it
-        has are reported: a page that is published later would not be announced, if its key came after it. If it is
-        cancelled, ``end`` must follow."""
+        """Report the keys that this store has, and those that it gains and loses from now on. Returns once all that it
+        has are reported, since a page that is published before its key is would not be announced. If it is cancelled,
+        ``end`` must follow."""
         if self._key_of is not None:
             self._keys[store] = set()
             await self._worker.watch_store(store)

@@ -93,7 +93,7 @@ class CacheStatistics(NamedTuple):
     """Operations to storage that gave way to later ones."""
 
     def __str__(self) -> str:
-        """The figures that are looked at most, as a table of at most 80 columns."""
+        """The most looked-at figures, as a table of at most 80 columns."""
         found, wanted = self.lookups.hits, self.lookups.tokens or 1
         shares = ", ".join(f"{name} {tokens / wanted:.1%}" for name, tokens in found.items())
         rows = [f"requests {self.lookups.requests:,}, tokens {self.lookups.tokens:,}: {self.lookups.hit_ratio:.1%} "
@@ -340,7 +340,7 @@ class AsyncCache:
 
         What is fetched, and what the host had of ``tokens``, stays on the host until the lease that takes the handle is
         granted, the handle is cancelled or dropped, 30 seconds have passed without a lease that waits with the handle,
-        or others could not go on.
+        or requests need its room to go on.
 
         Raises:
             ConfigError: the tokens are unusable.

@@ -118,9 +118,9 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
 
 async def run_acks(driver: Driver, freeze: Callable[[], object]) -> None:
     """The ack task, which applies outcomes and makes the commits of fetches when nobody else comes by: for ever, wait
-    for an ack, take the lock once, apply all that wait by then, and call ``freeze`` (``Head._freeze``). An acquisition
-    for each ack would starve behind calls in slices. What the core leaves to the next slice is done after a turn of the
-    loop. Cancelling it leaves what waits to the next holder of the lock.
+    for an ack, take the lock once for all acks that wait by then, since taking it for each would starve behind calls in
+    slices, apply them, and call ``freeze`` (``Head._freeze``). What the core leaves to the next slice is done after a
+    turn of the loop. Cancelling it leaves what waits to the next holder of the lock.
 
     Raises:
         CacheClosed: the cache is closed.

@@ -20,12 +20,13 @@ not even for the next slice of a call that is under way.
 never free in between; so nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing, and passes
 the lock on if it was handed it by then.
 
-**Waiting for room.** Whoever waits for pages stands in a ``Line`` and holds nothing. Only the first in line may try. A
-place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes
-back to the same position. Whoever waits to grow a lease holds pages, so it stands in no line and tries again at every
-wake-up. All are woken in one way, ``Driver.wake``: after every plan that gives something back or says that storage is
-late, and after every prefetch that ends. Each waiter awaits a future of its own, so cancelling one never touches
-another. An operation that is not among ``ops`` has ended. When the cache closes, every waiter gets the reason.
+**Waiting for room.** Whoever waits for a lease or a prefetch stands in a ``Line`` and holds nothing. Only the first in
+line may try. A place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a
+prefetch comes back to the same position. Whoever waits to grow a lease holds pages, so it stands in no line and tries
+again at every wake-up. All are woken in one way, ``Driver.wake``: after every plan that gives something back or says
+that storage is late, and after every prefetch that ends. Each waiter awaits a future of its own, so cancelling one
+never touches another. An operation that is not in flight (``Operations``) has ended. When the cache closes, every
+waiter gets the reason.
 
 Mutable state: the core, the acks that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits (in the lines and in ``growing``).
@@ -271,20 +272,19 @@ class Nudge(Enum):
 
 
 FetchCommit = Callable[[], Sequence[int]]
-"""``Fetch._commit`` of ``asynccache.runtime.prefetch``, with the end up to which it has read. Under the tree lock it
-hangs what the fetch has read into the tree, and returns no operations. Or it changes nothing, and returns operations of
-which one must end first."""
+"""``prefetch.Fetch._commit`` with its argument bound. To be called under the tree lock: it hangs what the fetch has
+read into the tree, or changes nothing and returns operations of which one must end first."""
 
 Ack = Outcome | Failing | FetchCommit | Nudge
 
 
 class PlanPerformer(Protocol):
-    """The performer of a plan's effects: ``asynccache.runtime.head.Head``, which hands each on to one of its parts. The
-    driver is compiled without the head, so it knows these methods alone. No method blocks or fails.
+    """The head (``asynccache.runtime.head.Head``) as the driver, which is compiled without it, knows it. It hands each
+    effect of a plan on to one of its parts. No method blocks or fails.
     """
 
     def given_back(self) -> None:
-        """Hear that a core call was made, before its plan is performed, if the core notes what is given back."""
+        """Called after a core call and before its plan is performed, if the core notes which slots are given back."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Take all copies of a plan, for ``EngineBatches.begin``."""

@@ -3,8 +3,8 @@
 What always holds:
 * A plan of the core goes through here (``Driver.perform``): copies to ``EngineBatches.begin``, backups to storage to
   ``Backups.put``, events to ``Announcer.put``. The acks come back through one queue (``Driver.acks``).
-* A cache that is closed frees no buffer that a store or a device still uses. So what a store uses that hangs is left
-  behind: tasks go on, and close the rest if it lets go after all. Neither the loop nor the process waits for them.
+* Closing frees no buffer that a store or a device still uses. If a store hangs, its buffers are left behind: tasks go
+  on, and close the rest if it lets go after all. Neither the loop nor the process waits for them.
 
 The state of all parts belongs to one loop and one thread.
 """
@@ -55,7 +55,7 @@ REMEMBERED = 1 << 14
 CHECKPOINTS = 2
 """The number of MAMBA slots for checkpoints of a lease that does not say how many; one more is its working copy."""
 FREEZE_EVERY = 2048
-"""Commits from one freezing of the garbage collector's objects to the next, at least."""
+"""The fewest commits between two calls of ``gc.freeze``."""
 
 
 class CloseReport(NamedTuple):

@@ -650,7 +650,7 @@ class Lease:
         self._asked += self._asks(i)
 
     def _asks(self, i: int) -> bool:
-        """Return True if to wait for layer ``i`` is to wait for all of them: the last one arrives last."""
+        """Return True if ``i`` is the last layer: whoever waits for it waits for all."""
         return i == self._head.worker.layers - 1
 
     def _check_layer(self, i: object) -> int:

@@ -106,7 +106,7 @@ class PrefetchResult(NamedTuple):
 
 
 class Wish(IntEnum):
-    """The wish of a prefetch's holder for its fetch. A wish only ever rises."""
+    """What the holder of a prefetch wants of its fetch. A wish only ever rises."""
 
     RUN = 0
     STOP = 1
@@ -601,8 +601,8 @@ class Fetch:
     # who shares it
 
     def brings(self, key: bytes, shape: PrefetchShape) -> bool:
-        """Return True if a prefetch of ``key``, which has ``shape``, should share this fetch: it is not given up, and
-        ``key`` has more pages in common with its key than the tree has, or all that it may bring."""
+        """Return True if a prefetch of ``key``, with this ``shape``, should share this fetch: somebody wants the fetch,
+        and its key has more pages in common with ``key`` than the tree, or all of them."""
         if self.over or self.wish is Wish.CANCEL:
             return False
         common = self._common(key) * shape.page_size
@@ -626,9 +626,9 @@ class Fetch:
                 self._close()
 
     def told(self, prefetch: Prefetch) -> None:
-        """Act on the wish of ``prefetch``, one of the sharers, which has changed. A stop holds for all sharers, a
-        cancellation for ``prefetch`` alone. So does a stop before the fetch has begun: nothing was read that it could
-        keep. But the prefetch whose task runs the fetch can only stop it for all."""
+        """Act on the wish of ``prefetch``, one of the sharers, which has changed. A cancellation holds for ``prefetch``
+        alone, and a stop for all sharers. Before the fetch has begun, when there is nothing to keep, a stop holds for
+        ``prefetch`` alone, too, unless its own task runs the fetch."""
         if prefetch.wish is Wish.CANCEL:
             self._leave(prefetch)
             if self.sharers:

@@ -112,8 +112,9 @@ class Commit(NamedTuple):
 
 
 class Sanitizer:
-    """See the module. Mutable state: what is known of each lease and of each page's last owner, checksums by component
-    and prefix hash, the pages that batches still compute, and the mistakes that nobody was told of yet."""
+    """Finds what a program did wrong with its pages. Mutable state: what is known of each lease and of each page's last
+    owner, checksums by component and prefix hash, the pages that batches still compute, and the mistakes that nobody
+    was told of yet."""
 
     def __init__(
         self, worker: LocalWorker, core: CacheCore, batches: EngineBatches, supervisor: Supervisor
@@ -460,8 +461,9 @@ class Sanitizer:
 def _named(
     page: PageBytes, per: int, first: int, begin: int, end: int, pool: str, replaced: bool
 ) -> tuple[str, str] | None:
-    """Return the mistake that the bytes of a commit's pages show, and what shows it; None: they show none. ``per``: how
-    many bits a page has; ``first``: the token of the first ones. The lease had ``begin`` tokens, commits ``end``."""
+    """Return the mistake that the bytes of a commit's pages show, and what shows it; None: they show none. ``per``:
+    tokens of a page, 1 for a state; ``first``: the token that the first bits are about. The lease had ``begin`` tokens
+    and commits ``end``."""
     bits = np.frombuffer(page.tokens, np.uint8)
     nan, missing, part = (np.flatnonzero(bits & bit) for bit in (_NAN, _WHOLE, _PART))
     if len(nan):

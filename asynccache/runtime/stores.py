@@ -114,7 +114,8 @@ class StoreAttachments:
         return any(entry.number == store for entry in self._worker.stores)
 
     async def detach(self, name: str | None, timeout: float) -> Unsaved:
-        """``AsyncCache.detach_storage``. ``timeout``: seconds that saving may take; 0: nothing is saved."""
+        """Detach the store ``name``, after saving for ``timeout`` seconds; 0: nothing is saved. Cancelling and errors
+        are those of ``AsyncCache.detach_storage``."""
         self._check_host()
         store = self._worker.find_store(name)
         if timeout and store.options.write:

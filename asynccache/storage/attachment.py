@@ -27,7 +27,7 @@ from asynccache.storage.wrapper import BorrowedBackend
 
 GROUP = "asynccache.backends"
 LONGEST_CLASS = 50
-"""Letters of a class's name that its store's name may have. A store's name may have 64, so a number has room, too."""
+"""How many letters of a class's name its store's name takes. It may have 64, so there is room for a number."""
 
 _NO_NAME = re.compile(r"^[^A-Za-z0-9]+|[^A-Za-z0-9_]+")  # parts of class names that a store's name may not have
 

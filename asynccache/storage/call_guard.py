@@ -16,7 +16,7 @@ The breaker says when to stop calling a backend that fails, and when to try it a
 callers pass the time in.
 
     CLOSED     --threshold failures, see below-->  OPEN       every call is refused until the back-off is over
-    OPEN       --back-off over, one call-->        HALF_OPEN  that call is the probe, all others are refused
+    OPEN       --back-off over, ``allow``-->       HALF_OPEN  what was allowed is the probe, all else is refused
     HALF_OPEN  --probe succeeds-->                 CLOSED     on probation
     HALF_OPEN  --probe fails-->                    OPEN       the back-off doubles, up to its limit
     HALF_OPEN  --probe abandoned-->                OPEN       the next call may probe at once
@@ -32,8 +32,8 @@ short again.
 Every change of state begins a new *period*, and a permit is the number of the period in which it was given. The outcome
 of a call from an earlier period tells how the backend was then, so it changes nothing.
 
-A caller's call is never the probe. The first call with keys after a back-off is refused like those before it, and
-begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has ``slow``
+The guard makes no caller's call the probe. The first call with keys after a back-off is refused like those before it,
+and begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has ``slow``
 seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody calls there
 are no probes. A call without keys begins none: it may take ``timeout`` seconds, and may succeed without asking the
 store anything.
@@ -115,8 +115,8 @@ class Breaker:
 
     @classmethod
     def brief(cls) -> Breaker:
-        """Return a breaker for one thing within a store, such as a server, or the room for new pages. It opens at the
-        first failure, for 0.1 s; each further time in a row takes twice as long, up to 1 s."""
+        """Return a breaker for a part of a store, such as one server, or the room for new pages. It opens at the first
+        failure, for 0.1 s; each further time in a row takes twice as long, up to 1 s."""
         return cls(threshold=1, backoff=0.1, max_backoff=1.0)
 
     def __repr__(self) -> str:
@@ -191,8 +191,8 @@ _T = TypeVar("_T")
 
 BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
 CallKind = Literal["ask", "get", "drop", "put", "other"]
-"""What a call does, under which the breaker counts its failures. ``drop`` is the deletion of what a get found to be
-corrupt: it takes a read's place, since the caller of that get is waiting. Only a ``put`` takes a write's."""
+"""What a call does. The breaker counts failures by kind. ``drop`` is the deletion of what a get found to be corrupt: it
+takes a read's place, since the caller of that get is waiting. Only a ``put`` takes a write's."""
 
 
 LET_GO = 0.5
@@ -285,7 +285,8 @@ class CallGuard:
 
     async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
-        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then.
+        what it returns. The call is made even while the breaker refuses calls; the breaker does not hear then how it
+        ends.
 
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.

@@ -290,7 +290,7 @@ def pool_digest(
 
 
 def breaker_of(backend: object, jitter: Callable[[], float] = lambda: 1.0) -> Breaker:
-    """Return a new breaker for ``backend``, whose back-offs are as long as that backend wants them at most."""
+    """Return a new breaker for ``backend`` with back-offs at most as long as the backend wants."""
     longest = longest_backoff(backend, LONGEST_BACKOFF)
     return Breaker(backoff=min(FIRST_BACKOFF, longest), max_backoff=longest, jitter=jitter)
 

@@ -57,11 +57,11 @@ class Hint(Enum):
 
 
 def named_key(digest: bytes, block: int | None) -> bytes:
-    """Return the storage key, 32 bytes, of a page with this ``digest`` (32 bytes). ``block``: the hash by which an
-    engine's KV events name the block that is found by this page, from -2**63 to 2**64 - 1; None: none is.
+    """Return the storage key, 32 bytes, of a page with this ``digest`` (32 bytes). ``block``: the hash that the
+    engine's KV events give the block in this page, from -2**63 to 2**64 - 1; None: the page has none.
 
-    The last 9 bytes of a key are the block's name, so that whoever holds pages can tell routers of them by the names
-    that these know, whichever engine has stored them, and also after a restart. 23 bytes are left of the digest.
+    The last 9 bytes of a key name the block, so whoever holds pages can tell routers of them in the routers' own words,
+    whichever engine has stored them, and after a restart, too. 23 bytes are left of the digest.
     """
     if block is None:
         return digest[:_KIND_AT] + bytes((_NO_BLOCK,)) + digest[_KIND_AT + 1 :]

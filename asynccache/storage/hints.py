@@ -102,9 +102,9 @@ def _take(hints: RequestHints, action: object) -> str:
 
 
 def _kept(payload: Mapping[str, Any]) -> tuple[float, int | None]:
-    """Return for how many seconds, and up to which token. ``directives``: parts of the text with a ``priority``, 0 for
-    those that need not be kept, as vLLM's proposal for ``kv.retain`` has them; a prefix serves only as a whole, so what
-    counts is the last token that one of them wants, and the longest time."""
+    """Return for how many seconds to keep, and up to which token. vLLM's proposal for ``kv.retain`` has ``directives``,
+    parts of the text with a ``priority``, 0 for those that need not be kept. A prefix serves only as a whole, so the
+    last token and the longest time of all directives count."""
     directives = payload.get("directives")
     if directives is None:
         return _seconds(payload), _tokens(payload.get("end"))

@@ -145,7 +145,7 @@ def _flat(pool: str, whole: memoryview) -> memoryview:
 
 ATTEMPTS = 50
 PAUSE = 0.002
-"""Seconds between two looks whether the memory is free, and how many looks there are at most. By contract a store has
+"""The memory is looked at up to ``ATTEMPTS`` times, ``PAUSE`` seconds apart, until it is free. By contract a store has
 let go when it answers, but a thread of its own may be just about to drop its last reference."""
 
 _T = TypeVar("_T")

@@ -99,10 +99,10 @@ class Pages:
             namespace: everything that must be equal for a stored page to be the right one and that the keys do not
                 say: the model and its weights, dtype, layout, block size, the part of this rank. Any text or bytes.
             options: added to the options in each URL.
-            blocks: called with a pool's name and a key; returns the hash by which the engine's own KV events name the
-                block that is found by this key, from -2**63 to 2**64 - 1, or None. Stores then have that name in their
-                keys, and a host process tells routers of the block by it (``asynccache serve --events``). It must
-                return the same for the same key always, or pages are not found again.
+            blocks: called with a pool's name and a key; returns the hash that the engine's own KV events give the block
+                under this key, from -2**63 to 2**64 - 1, or None. Stores then have that name in their keys, and a host
+                process tells routers of the block by it (``asynccache serve --events``). It must return the same for
+                the same key always, or pages are not found again.
 
         Raises:
             ConfigError: an argument, a URL or an option of one is unusable. Calls raise it, too, if ``blocks`` raises,

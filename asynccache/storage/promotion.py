@@ -72,8 +72,8 @@ class Promotions:
     ) -> None:
         """Copy the first of these pages, as many as there is room for, and have them promoted later.
 
-        ``deletions`` is its value at the time when the stores were asked for them. Returns when the pages are copied.
-        Cancelling it returns when nobody reads the payloads any more; then none of them is promoted.
+        ``deletions``: what the attribute was when the stores were asked for the pages. Returns when the pages are
+        copied. Cancelling it returns when nobody reads the payloads any more; then none of them is promoted.
         """
         ends = [0, *accumulate(payload.nbytes for payload in payloads)]
         most = (self._room - self.held) // mmap.PAGESIZE * mmap.PAGESIZE  # a mapping takes whole pages of memory

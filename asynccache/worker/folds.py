@@ -1,8 +1,8 @@
-"""Folds: what several workers say, as one answer. All functions are plain.
+"""Folds: the answers of several workers become one. Nothing here is asynchronous.
 
 Something was done only if all workers say so. If several workers report errors, the lowest of their ranks gives the
-class of the error. The fold of a remote method gets the answers by rank, and the arguments of the call. If a worker
-says what makes no sense, the fold raises ``RankFailure`` with that worker's rank.
+class of the error. The fold of a remote method gets the answers by rank, and the arguments of the call. If an answer
+cannot be right, the fold raises ``RankFailure`` with its rank.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _together(parts: Sequence[PageBytes]) -> PageBytes:
 
 
 def stored(said: Mapping[int, StoredBatch], batch: Sequence[WriteOrder]) -> StoredBatch:
-    """Return the outcome of a batch that all workers have written. FULL's pages are counted once, because they hold the
-    same tokens on each worker."""
+    """Return what was stored of a batch that all workers have written. FULL's pages are counted once, because they hold
+    the same tokens on each worker."""
     ops = {order.op for order in batch}
     for rank, one in said.items():
         if not ops.issuperset(one.failed) or min(one[1:]) < 0:

@@ -1,8 +1,8 @@
-"""Several workers as one: what the head says goes to all of them, and what they say is folded into one answer.
+"""Several workers as one: calls of the head go to all of them, and their answers are folded into one.
 
-``WorkerGroup`` is a ``LocalWorker`` whose remote methods are called on all ranks. A remote method that it does not
-have is made by ``everywhere``: it sends the call, and folds the answers. One that it has adds what only the head knows,
-and then does the same by ``folded``, ``call`` or ``tell``, which take the method that every rank is to call.
+``WorkerGroup`` is a ``LocalWorker`` whose remote methods are called on all ranks. A remote method that it does not have
+is made by ``everywhere``: it sends the call, and folds the answers. An override adds what only the head knows, and
+sends the call by ``folded``, ``call`` or ``tell``, which take the method that every rank is to call.
 
 What always holds:
 * Each message is for all workers, and is put on every link in the core call's turn. The head's own worker takes it in
@@ -11,8 +11,8 @@ What always holds:
 * A call has one answer, when all workers have answered. That of a question is the worst result of each page.
 * A batch is over when it is over on every worker.
 * A store is opened on all workers or on none, and has the same number on all: the head chooses it.
-* A worker that is gone, is silent, cannot go on, or says what makes no sense is the end of the group: everybody who
-  waits is told its rank and the reason, and so are the other workers.
+* A worker that is gone, is silent, cannot go on, or answers what cannot be right ends the group: everybody who waits,
+  and every other worker, is told its rank and the reason.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 OPENING = 600.0
-"""Seconds that an opening which was cancelled may take to end: memory that is being pinned is pinned first."""
+"""Seconds in which a cancelled opening must end. It first finishes pinning memory."""
 UNABLE = 1024
-"""The most batches that are remembered as not run by their engine, for questions after they are over."""
+"""The most failed batches that are remembered after they are over, for ``batch_ended`` and ``batch``."""
 PART = 64 << 10
 """The most pages that one message asks about, or tells to delete."""
 
@@ -77,7 +77,7 @@ _PERFORM, _FORGET = ORDERS["perform"].message, ORDERS["forget_load"].message
 
 
 class WorkInFlight:
-    """A work in flight."""
+    """A work that has not ended on all ranks."""
 
     __slots__ = ("at", "failed", "left", "work")
 
@@ -185,7 +185,7 @@ def everywhere(group: type[WorkerGroup]) -> type[WorkerGroup]:
 
 @everywhere
 class WorkerGroup(LocalWorker):
-    """The workers of all ranks as one. ``face``: what the engine in the head's process sees of it."""
+    """The workers of all ranks as one."""
 
     def __init__(self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, Link]) -> None:
         self.layers = 0
@@ -368,8 +368,8 @@ class WorkerGroup(LocalWorker):
     async def folded(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **named: P.kwargs
     ) -> T:
-        """Have all ranks call ``method``, and return what its fold makes of their answers. Cancelling it and errors: as
-        ``call``; a fold that finds an answer which cannot be right ends the group."""
+        """Have all ranks call ``method``, and fold their answers. Cancelling and errors are those of ``call``; an
+        answer that cannot be right ends the group."""
         fold = ORDERS[method.__name__].fold
         said = await self.call(method, *args, **named)
         try:
@@ -614,7 +614,7 @@ class WorkerGroup(LocalWorker):
         return done
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """Questions about more than ``PART`` pages is asked in parts."""
+        """Questions about more than ``PART`` pages are asked in parts."""
         if sum(len(question.hashes) for question in asked) <= PART * HASH_BYTES:
             answers = await self.folded(LocalWorker.ask, asked)
         else:
@@ -647,20 +647,19 @@ class WorkerGroup(LocalWorker):
             await self.folded(LocalWorker.delete, hashes[at : at + PART])
 
     def is_away(self, page_hash: bytes) -> bool:
-        """True if all stores of any worker refuse calls, since then no page can be fetched
-        whole."""
+        """True if any worker's stores all refuse calls: then no page can be fetched whole."""
         if self._shut:
             self.tell(LocalWorker.is_away, page_hash)
         return bool(self._shut)
 
     @property
     def shut(self) -> bool:
-        """True if all stores of any worker refuse calls."""
+        """True if any worker's stores all refuse calls."""
         return bool(self._shut)
 
     @property
     def busy(self) -> Sequence[str]:
-        """Unknown: the ranks are given up instead."""
+        """Empty: a rank whose store hangs is given up as a whole."""
         return ()
 
     @property
@@ -772,7 +771,7 @@ async def _completed_quietly(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _use(entry: StoreEntry) -> tuple[str, bool]:
-    """Return what the store of one name is on all ranks alike."""
+    """Return what must be equal on all ranks for an open store."""
     return entry.options.name, entry.options.write
 
 

@@ -13,9 +13,9 @@ A proof is good for one connection, since one of its nonces is the verifier's, a
 neither encrypted nor signed: use links in a network of your own, or over a Unix socket. A stream stops reading at
 twice ``LIMIT``, and at most ``MOST_STRANGERS`` have not proved themselves, so strangers cost 16 MiB at most.
 
-A frame is its length (4 bytes, little endian), followed by so many bytes. Two lengths have a meaning of their own: 0 is
-the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says that
-its sender has closed the link on purpose.
+A frame is its length (4 bytes, little endian), followed by that many bytes. Two lengths have a meaning of their own: 0
+is the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says
+that its sender has closed the link on purpose.
 
 What always holds:
 * Every frame is heard once, whole and in order. ``lost`` is heard at most once, after the last frame, and never from
@@ -59,7 +59,7 @@ _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
 BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 LIMIT = 64 << 10
-"""A stream stops reading when twice so many bytes are kept here."""
+"""A stream stops reading when twice this many bytes are kept here."""
 MOST_FRAME = 128 << 20
 """The most bytes of a frame."""
 MOST_UNSENT = 256 << 20
@@ -67,8 +67,8 @@ MOST_UNSENT = 256 << 20
 GRACE = 2.0
 """Seconds that ``aclose`` waits until what was unsent is sent and the peer has closed, too."""
 DOUBT = 0.05
-"""Seconds from when a peer first seems to be silent until it is lost. This loop may have been busy for longer than the
-time-out, and what the peer said meanwhile waits in the socket."""
+"""Seconds from when a peer first seems silent until it counts as lost. If this loop was busy for longer than the
+time-out, what the peer sent meanwhile still waits in the socket."""
 
 SLICE = 1024
 """The most messages of a frame, so that a long plan is performed while its end is still being encoded."""
@@ -157,9 +157,9 @@ class Link(asyncio.Protocol):
             self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
 
     def patience(self, seconds: float | None) -> None:
-        """Let silence be a failure after ``seconds`` or the link's own time-out, whichever is longer, from now on; with
-        None, after the time-out again. A peer whose interpreter is held for long, as by pinning memory, cannot send its
-        signs of life."""
+        """From now on silence is a failure after ``seconds``, or after the link's own time-out if that is longer; None:
+        after the time-out again. A peer whose interpreter is held, as by pinning memory, cannot send its signs of
+        life."""
         self._patience = max(self.timeout, seconds or 0.0)
         self._watch()
 

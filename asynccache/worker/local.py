@@ -471,8 +471,8 @@ class LocalWorker:
 
     @remote(fold=folds.inspected, at_once=True)
     async def inspect(self, asked: Sequence[PageQuestion], free: bool) -> Inspected:
-        """Return what device pages hold, and which free pages were written; with ``free`` all free pages are looked at,
-        else those that were taken since. It has looked before anybody else can run."""
+        """Return what device pages hold, and which free pages somebody wrote: of all that are free, with ``free``, else
+        of those taken since the last answer. It looks before anybody else can run."""
         poison = self._poison
         if poison is None:
             raise ConfigError("inspect: the cache was not opened with debug=True")

@@ -47,8 +47,8 @@ class PoolLayout:
         return [(spec.name, c) for c, pools in self.of.items() for spec in pools]
 
     def counts(self, pool: str) -> bool:
-        """Return True if stored pages of ``pool`` are counted as pages of FULL. Of the pools that make up FULL it is
-        the last to be stored."""
+        """Return True if stored pages of ``pool`` count as pages of FULL: it is the last to be stored of the pools that
+        make up FULL."""
         return bool(self.lead) and pool == self.lead[-1].name
 
 

@@ -10,7 +10,8 @@ the engine ends each of them, with an event of the device or without one.
 What always holds:
 * A batch is *sent* until the engine has ended it; then it has an *event* until that has fired; then it is *over*, and
   the head is told so, once.
-* The engine gets each batch once, in the order in which they were sent, however it asks for them.
+* ``async for`` gives the engine each batch once, in the order in which they were sent, without those that it asked for
+  by number (``heard``).
 * Messages are taken in the order in which they were sent. A work whose batches have no event here yet waits for that,
   and so do the private copies that need it; the works behind it go on.
 * A load (or private copy) that has failed here is remembered until the head forgets it. Until then a private copy that
@@ -59,14 +60,14 @@ T = TypeVar("T")
 KEYS = 1024
 """The most storage keys of a message."""
 COUNTED = 5.0
-"""Seconds from an answer until the head is told what the stores count, once for all answers in this time."""
+"""Seconds from an answer until the head is told the stores' counters. Answers meanwhile share that message."""
 PINNING = 30.0
 """Seconds of silence that are a failure while pools or stores are opened, or the group's time-out if that is longer: a
 chunk of memory (4 GiB) that is being pinned may keep an interpreter from answering."""
 LOOP_ALIVE = 1.0
 """Seconds after which a thread that waits for the loop looks whether the loop still runs."""
 MOST_RANK = (1 << 31) - 1
-"""A number that goes into a hello, so that a larger one is an error of the caller's."""
+"""The largest rank that a hello can have."""
 LOOP_ENDED = "the loop of its worker has ended"
 CLOSED = "the worker is closed"
 
@@ -624,7 +625,7 @@ class RankServer:
 
     @remote()
     def forget_load(self, op: int) -> None:
-        """This load or private copy has failed on some rank, and no later message of the head names it."""
+        """Forget a load or private copy that has failed on some rank: no later message of the head names it."""
         self._failed.discard(op)
 
     # the engine's side
@@ -637,7 +638,8 @@ class RankServer:
         self.batches.add(batch)
 
     def end_batch(self, batch: EngineBatch, event: object | None, error: str) -> None:
-        """From any thread."""
+        """Note that the engine has ended ``batch``; ``event`` and ``error`` are as for ``SentBatches.end``. From any
+        thread."""
         own: Any = None if event is None else self._own.engine_event(event)
         self.batches.take(batch.number)
         if _is_here(self._loop):
@@ -649,8 +651,8 @@ class RankServer:
             raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """Raises ``RankFailure``: the worker is closed, or the group has failed, and nobody
-        knows what has arrived."""
+        """As for ``LocalWorker``, once the load has begun. Raises ``RankFailure``: the worker is closed, or the group
+        has failed, and nobody knows what has arrived."""
         self.batches.check()
         while op in self._held:
             await self._begun.wait()
@@ -658,7 +660,7 @@ class RankServer:
         await self._own.layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``LocalWorker.wait_layers``. On the loop's thread.
+        """As for ``LocalWorker``, for loads that have begun. On the loop's thread.
 
         Raises:
             ConfigError: ``stream`` is no stream, or a load waits for a batch that has no event yet.
@@ -715,8 +717,8 @@ class RankServer:
             self._tell(m.StoreHealth(self._shut))
 
     def count(self) -> None:
-        """Tell the head what the stores count, if that has changed since the last time. Backends count for themselves:
-        one that raises, or counts what is no number, is not heard, and neither a call nor closing fails with it."""
+        """Tell the head the stores' counters if they have changed. A backend whose counters raise, or are no numbers,
+        is left out, and fails neither a call nor closing."""
         if self.local is None:
             return
         try:

@@ -171,8 +171,8 @@ async def listen(
     ``Workers.address`` tells. ``secret``: what both sides must know; by default the value of ``ASYNCCACHE_SECRET``, or
     what is in the file that ``ASYNCCACHE_SECRET_FILE`` names. ``own``: the rank of this process; None: it has none and
     imports no torch, like a scheduler without a GPU. ``timeout``: seconds of silence after which a worker is given up.
-    ``arrival``: for how many seconds the cache, when it opens, waits for the next worker. ``shard``: see ``connect``;
-    for ``own``.
+    ``arrival``: for how many seconds the cache, when it opens, waits for the next worker. ``shard``: as for
+    ``connect``, for the rank ``own``.
 
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.

@@ -114,7 +114,8 @@ class StageStats(NamedTuple):
 
     ops: int
     pages: int
-    """Pages of all pools; but of all components for copies between device and host in a cache without ``workers``."""
+    """Pages, counted in each pool. In a cache without ``workers`` copies between device and host count once per
+    component."""
     full_pages: int
     """Pages of FULL, each of which stands for ``page_size`` tokens."""
     bytes: int

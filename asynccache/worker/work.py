@@ -1,5 +1,5 @@
 """The orders that a worker gets, its answers, and how it reports: values of integers, bytes and names, which can be
-sent. Copies of a plan are a ``Work``. msgspec reads the types of these values, so the module is not compiled."""
+sent. A copy of a plan becomes a ``Work``. They are not values of the compiled core: msgspec reads their types."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WriteOrder(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """The outcome of a batch of backups."""
+    """What was stored of a batch of backups."""
 
     failed: frozenset[int]
     """The operations of which at least one page was not stored."""

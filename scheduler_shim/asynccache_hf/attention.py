@@ -204,8 +204,8 @@ def _eager_of(module: Any) -> Any:
 
 
 def eager_layers(model: Any) -> list[dict[str, Any]]:
-    """The attributes of those modules of ``model`` that ask for their attention function by its configuration, if that
-    says ``eager``."""
+    """The attributes of those modules of ``model`` that choose their attention function by its configuration; none if
+    that does not say ``eager``."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "eager":
         return []
@@ -215,7 +215,7 @@ def eager_layers(model: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def named_eager(layers: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Within it these layers have a configuration that says ``EAGER``. Those of one model at a time have."""
+    """A context in which these layers have a configuration that says ``EAGER``; those of one model at a time."""
     if not layers:
         yield
         return

@@ -17,7 +17,8 @@ VERSION = f"transformers {transformers.__version__}"
 """What to name in a message about something that this version may lack."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""The argument of the cache: since 5.24, before, and before that of models with recurrent states alone."""
+"""The names of the argument for the cache: since transformers 5.24, before, and in older models with recurrent states
+alone."""
 
 
 def parameters(model: Any) -> frozenset[str]:

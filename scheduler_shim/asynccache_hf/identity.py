@@ -3,7 +3,7 @@ was computed with others.
 
 ``ModelIdentity`` names them. The weights as they are at first are part of the model's name. Everything that may change
 later gives a namespace: the active adapters, by their names, weights and settings, and weights or a configuration that
-were changed. It is found out anew for each request, so pages are missed, not served, when something is different, and
+were changed. That is looked up anew for each request, so pages are missed, not served, when something is different, and
 hit again when it is as it was. Weights that the caller has named are not read at first, so once they have changed they
 cannot be recognized: what was cached before the change stays a miss.
 
@@ -73,10 +73,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(model: Any) -> Parts:
-    """
-    Raises:
-        ConfigError: a part of the model is in ``train()`` mode.
-    """
+    """Return the tensors of ``model``. Raises ``ConfigError``: a part of it is in ``train()`` mode."""
     found = Parts([], {}, [], set())
     left: list[tuple[str, Any, list[torch.Tensor], bool]] = [("", model, found.weights, False)]
     while left:
@@ -237,7 +234,7 @@ class ModelIdentity:
 
     @staticmethod
     def within(now: str, namespace: str | bytes | None) -> str | bytes | None:
-        """Return the key for ``namespace`` while the model is ``now``."""
+        """Return the namespace in which ``namespace`` is cached while the model's identity is ``now``."""
         given = namespace.encode() if isinstance(namespace, str) else namespace
         if not now and not (given or b"").startswith(b"model "):  # nobody's own key is taken for one that is made here
             return namespace

@@ -24,7 +24,7 @@ SCHEMA = 1
 cache knows the model, and so of the key of every page."""
 
 UNEVEN = "2"
-"""The same where layers of one pool keep more or less of a token."""
+"""The version where layers of one pool keep different amounts of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,7 @@ class Layout:
         return DynamicCache(config=config) if self.kind is DynamicCache else self.kind()
 
     def check_length(self, tokens: int) -> None:
-        """
-        Raises:
-            ConfigError: a request of so many tokens is longer than ``limit``.
-        """
+        """Raise ``ConfigError`` if a request of so many tokens is longer than ``limit``."""
         if self.limit is not None and tokens > self.limit:
             raise ConfigError(
                 f"{tokens} tokens: this model's rotary embedding turns every key by another angle once a sequence has "
@@ -158,7 +155,7 @@ class Layout:
 
     @property
     def uneven(self) -> bool:
-        """True if layers of one pool keep more or less."""
+        """True if layers of one pool keep different amounts of a token."""
         sizes = {pool.name: pool.layer_bytes for pool in self.pools}
         tracks = [track for layer in self.layers for part in layer.parts for track in part.tracks]
         return any(track.page_bytes(self.page_size) < sizes[track.pool] for track in tracks)

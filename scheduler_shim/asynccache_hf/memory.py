@@ -103,8 +103,8 @@ class ScratchMemory:
 
 class TrackMemory:
     """A track in its pool's device memory. A unit is found by its number, counted over all pages: neighbours are
-    equally far apart within a page and from one page to the next. Where layers of one pool keep more or less, the units
-    of each take the room of the largest."""
+    equally far apart within a page and from one page to the next. Where layers of one pool keep different amounts, each
+    unit takes the room of the largest."""
 
     def __init__(self, track: Track, memory: torch.Tensor, page_size: int) -> None:
         """``memory``: the pool's layer, uint8 ``[pages, bytes]``, one page after the other without gaps.

@@ -273,10 +273,7 @@ class Compressed(LayerPart):
     has_tail = True
 
     def __init__(self, layer: Any, page_size: int) -> None:
-        """
-        Raises:
-            ConfigError: the page size is neither a multiple nor a divisor of the compress rate.
-        """
+        """Raise ``ConfigError`` if the page size is neither a multiple nor a divisor of the compress rate."""
         self._rate = rate = int(layer.compress_rate)
         if page_size % rate and rate % page_size:
             raise ConfigError(f"page_size={page_size} is neither a multiple nor a divisor of the compress rate {rate}")

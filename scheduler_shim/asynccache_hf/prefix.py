@@ -377,7 +377,7 @@ class _Asked(NamedTuple):
 
     def bounded(self, length: int, pads: int) -> tuple[dict[str, Any], int]:
         """Return the options of a row of ``length`` tokens that is to be generated now, and how many tokens it may get.
-        ``max_length`` and ``min_length`` count the ``pads`` before it, which it has not here. Of ``max_time`` some may
+        ``max_length`` and ``min_length`` count the ``pads`` before it, which were cut off. Of ``max_time`` some may
         have passed."""
         options, settings = dict(self.options), self.settings
         if pads and settings.min_length:

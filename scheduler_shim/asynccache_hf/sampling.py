@@ -11,7 +11,7 @@ from asynccache_shim.model import Sampling
 from asynccache import ConfigError, checks
 
 COLDEST, HOTTEST = 1e-5, 1e5
-"""The temperatures to divide by. At much higher ones than the first the likeliest token is already certain."""
+"""The bounds of temperatures. Far above the lower one the likeliest token is already certain."""
 
 Refusals = Mapping[str, tuple[Any, str]]
 """Settings of a generation configuration: the value that changes nothing (so does None), and why others are refused."""
@@ -44,7 +44,7 @@ NOT_DRAWN: Refusals = {
     **dict.fromkeys(("min_p", "top_h"), (None, TOGETHER)), "typical_p": (1.0, TOGETHER),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0.0, TOGETHER)),
 }  # fmt: skip
-"""Ways to sample that are not done for them."""
+"""Ways to sample that are not done for requests that are computed together."""
 
 
 def refuse(settings: Any, refusals: Refusals, where: str = "") -> None:
@@ -100,8 +100,8 @@ def sampled(sampling: Sampling, options: Mapping[str, Any], where: str = "") -> 
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """Draw a token from each row of ``logits``, ``[requests, vocabulary]``, for the position of the same number. With a
     seed the draw depends on logits, seed and position alone, so a request that is interrupted and computed again draws
-    the same token. As in transformers, tokens that are as likely as the last of ``top_k`` are among these. A row that
-    is not of numbers gives what ``argmax`` gives, and does not disturb the others."""
+    the same token. As in transformers, tokens that are as likely as the last of ``top_k`` are among these. A row with
+    NaN or +inf gives what ``argmax`` gives, and does not disturb the others."""
     tokens: list[int] = logits.argmax(-1).tolist()
     rows = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
     if not rows:

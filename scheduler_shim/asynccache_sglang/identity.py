@@ -6,7 +6,7 @@ model, its weights, the dtype, the layout or the ranks. The namespace has those 
 A suffix of every key has the facts of its pool.
 
 SGLang's version is among a pool's facts only where the others do not decide the order of its bytes. A version changes
-values by rounding, as another GPU does; the order of a page it could change unseen. For K and V in rows of heads
+values by rounding, as another GPU does; but it could change the order of a page unseen. For K and V in rows of heads
 (``MHATokenToKVPoolHost``), and for latent rows (``MLATokenToKVPoolHost``), the host pool's layout has a name, and its
 parts have their sizes in the key. Recurrent states, indexers, compressed KV, packed formats and pools of drafts are the
 business of the version that wrote them.
@@ -55,7 +55,7 @@ class ServerOptions(NamedTuple):
 
 
 PLAIN = frozenset({None, "auto", "float16", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"})
-"""The ``kv_cache_dtype``s of which a number is a value, without codes or scales beside it."""
+"""The ``kv_cache_dtype``s that are plain numbers, without codes or scales beside them."""
 
 COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
                  "json_model_override_args")  # fmt: skip
@@ -64,8 +64,8 @@ COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "
 
 class PageMake(NamedTuple):
     """The make of a pool's pages. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its parts,
-    in their order. ``sharded``: each rank of a tensor parallel group has pages of its own. ``sglang``: the version that
-    decides what else there is to know; None: nothing is."""
+    in their order. ``sharded``: each rank of a tensor parallel group has pages of its own. ``sglang``: the version, if
+    the order of the bytes depends on it; else None."""
 
     layout: str
     dtypes: tuple[str, ...]

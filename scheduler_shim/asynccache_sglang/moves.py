@@ -95,7 +95,7 @@ class PoolMove:
 
     @property
     def done(self) -> list[bool]:
-        """The outcome of the move: True for each page that was moved."""
+        """For each page whether it was moved."""
         return [result is Result.HIT for result in self.results]
 
     @property
@@ -119,7 +119,7 @@ class PoolMove:
                 rows.give_back(self._slots)
 
     def end(self, way: MoveDirection, until: float) -> bool:
-        """Wait for the call, if one was begun. Returns whether pages are left to be moved."""
+        """Wait for the call, if one was begun. Returns whether another call is to be begun."""
         future, slots, rows, source = self._future, self._slots, self.pool.rows, self.pool.source
         self._future = None
         if future is None:

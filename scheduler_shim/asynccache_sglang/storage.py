@@ -176,7 +176,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, hints: RequestHints | None, name: str, keys: list[str], extra_info: HiCacheStorageExtraInfo | None
     ) -> None:
         """Tell the stores what hints say of pages that were just stored, and of those before them (``prefix_keys``).
-        Without a ``start`` only the former have ended: nobody here knows which of the latter others have, too."""
+        Without a ``start`` only the pages just stored have ended: nobody here knows which of those before them others
+        have, too."""
         if hints is None or name not in self._pools:
             return
         before = list(getattr(extra_info, "prefix_keys", None) or [])

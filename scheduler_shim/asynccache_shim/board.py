@@ -1,8 +1,7 @@
 """The state that the parts of a scheduler share: which requests wait, which hold pages, and the event that wakes its
 loop. And each request as the scheduler keeps it: its tokens so far, its lease, and how far it is computed.
 
-All mutable state of the scheduler is here. A request is either in ``waiting`` or in ``held``; it is in ``held`` as
-long as it has a lease.
+A request is either in ``waiting`` or in ``held``; it is in ``held`` as long as it has a lease.
 """
 
 from __future__ import annotations
@@ -120,8 +119,8 @@ class ScheduledRequest:
         return not self.private
 
     def computes_for(self, other: ScheduledRequest, page_size: int) -> int:
-        """Return with how many tokens, in whole pages, ``other`` begins like this request, if not all of these are
-        computed yet; else 0. The last token of a prompt is always computed by itself."""
+        """Return how many tokens, in whole pages, both requests begin with, if this one has not computed all of these
+        yet; else 0. Every request computes the last token of its prompt itself."""
         most = min(self.length, other.length - 1) // page_size * page_size
         if self.over or self.computed >= most or self.terms.namespace != other.terms.namespace:
             return 0
@@ -209,7 +208,7 @@ class Board:
         self.held: dict[int, ScheduledRequest] = {}
         """The requests that hold pages, by number; ``waiting`` has the others."""
         self.alone: ScheduledRequest | None = None
-        """The request that waits in the cache's line for pages, which one does only while none holds pages."""
+        """The request that waits in the cache's line for pages, while none holds any."""
         self.shards: Shards | None = None
         """The model's shards on other ranks; None: there are none."""
         self.ended: list[int] = []

@@ -37,7 +37,8 @@ class Sampling(NamedTuple):
     """With a seed the draw is a function of it and of the token's position, so a request that was retracted goes on as
     if it had not been."""
     top_k: int = 0
-    """Draw among so many of the most likely tokens, and those that are as likely as the last of them; 0: among all."""
+    """Draw among this many of the most likely tokens, and those that are as likely as the last of them; 0: among
+    all."""
 
 
 class Checkpoint(NamedTuple):

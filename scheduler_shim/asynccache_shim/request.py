@@ -212,7 +212,7 @@ class Request:
         self.hits = hits
 
     async def _news(self, seen: int) -> None:
-        """Wait until there are more than ``seen`` tokens, or the request has ended, or for less."""
+        """Wait until there are more than ``seen`` tokens, or the request has ended. It may return earlier."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
@@ -243,7 +243,7 @@ def add_token(request: Request, token: int) -> None:
 
 
 def begin_request(request: Request, hits: Hits) -> None:
-    """Note that the pages of the request's lease are loaded, and what that had found."""
+    """Note that the pages of the request's lease are loaded, and what the lease had found."""
     if request.hits is None:
         request._begin(hits)
 

@@ -1,6 +1,6 @@
 """Models that are split over several ranks: shards in other processes also compute every step.
 
-No other module of this package, except ``payload``, knows of ranks.
+The scheduler knows of ranks by ``Shards`` and ``RankFailure`` alone.
 
 What always holds:
 * A batch is sent in the same turn of the event loop in which this rank begins to compute it, after the loads that it

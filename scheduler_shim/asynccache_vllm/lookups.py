@@ -23,7 +23,7 @@ from asynccache.storage import Result
 
 HIT_KEPT = 5.0
 MISS_KEPT = 1.0
-"""Seconds."""
+"""Seconds for which hits, and misses and failures, are remembered."""
 
 
 class KeyAnswer(Enum):

@@ -8,8 +8,8 @@ on any object that has the same attributes.
 A fact that is here without need costs misses. A fact that is missing here would let an engine read the chunk of another
 model, and generate wrong tokens. So facts that may matter are included.
 
-The engine's version is such a fact, and a dear one: with it every upgrade begins with an empty store. It is left out
-where the other facts decide the bytes (``order_is_known``). Weights, configuration, dtypes and the implementation
+The engine's version is such a fact, and an expensive one: with it every upgrade begins with an empty store. It is left
+out where the other facts decide the bytes (``order_is_known``). Weights, configuration, dtypes and the implementation
 decide the values, but for rounding, which differs between two GPUs as it does between two versions. What a version
 could change without a trace in those facts is the order of the bytes in a block. vLLM lays its blocks out as ``[layers,
 blocks, heads, tokens, content]`` in an order that has a name (``kv_cache_layout``). For plain attention the content is

@@ -419,14 +419,14 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
 
 
 def _positions(req_context: Any) -> dict[bytes, int]:
-    """The chunks of a request, with the token that each ends at. vLLM's scheduler notes them in the context; none where
-    a version does not."""
+    """The chunks of a request, with the token that each ends at, as vLLM's scheduler notes them in the context; none in
+    versions that do not."""
     return dict(getattr(req_context, "_offload_key_positions", None) or {})
 
 
 def _hit_source(options: TierOptions) -> Any:
-    """Return as what vLLM counts the tokens of a hit, which by itself it counts as DISK. It knows no stores behind a
-    tier: of several stores it is told the farthest, so that no hit counts as nearer than it was."""
+    """Return the source that vLLM counts hits under, which would be DISK by default. vLLM knows no stores behind a
+    tier, so of several the farthest is named, and no hit counts as nearer than it was."""
     if options.locality == "REMOTE":
         return CacheHitSource.EXTERNAL_UNSPECIFIED
     near = {"memory": CacheHitSource.HOST, "host": CacheHitSource.HOST, "file": CacheHitSource.DISK}

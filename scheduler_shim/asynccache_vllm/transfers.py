@@ -59,7 +59,7 @@ class ChunkTransfer:
     begun: float = field(default_factory=time.monotonic)
     """When the transfer was made."""
     seconds: float = 0.0
-    """From then to its end, once it has ended."""
+    """Seconds from ``begun`` to its end, once it has ended."""
 
     def __post_init__(self) -> None:
         self.results = [Result.FAILED] * len(self.keys)

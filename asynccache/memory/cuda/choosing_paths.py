@@ -29,8 +29,9 @@ from asynccache.memory.host_copies import CheckedCopy, Ids
 from asynccache.memory.signals import Callback
 
 GROUP, GROUP_OF_SINGLES = 2048, 512
-"""Copies in one step of a stream, at most, if the driver takes many in one call, and if each is a call of its own. The
-driver takes any number in a call; so many count as two thirds of the entries that a stream may have in its queue."""
+"""The most copies in one step of a stream: if the driver takes many in a call, and if each is a call of its own. The
+driver would take any number in a call; so many fill two thirds of the queue that a stream may have
+(``streams.CAP``)."""
 FEW = 32
 """If a step has fewer short pieces than these, they go by the copy engines, too: a launch takes as long as some
 descriptors. On an H100 others found the two equal at 16 to 64 pieces, on an A30 at 32 to 64."""

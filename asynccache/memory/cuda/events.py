@@ -25,8 +25,8 @@ from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.signals import Bells, Callback, Signal, call_all
 
 PATIENCE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 5.0)
-"""Seconds between the attempts to ask a driver that has not failed and still refuses to tell of an event: while an
-engine captures a graph, say."""
+"""Seconds to wait before asking again, if the driver works and yet refuses to tell of an event, as while an engine
+captures a graph."""
 
 
 class CudaContext:
@@ -269,8 +269,8 @@ class EventRecorder:
         self._thread.join()
 
     def give_up(self, error: Exception) -> Exception:
-        """Return the error with which events fail of which the driver does not tell because of ``error``. What an
-        engine did to its own stream is no failure of the device; of the device's own streams it is."""
+        """Return the error for events of which the driver tells nothing, because of ``error``. On a stream of the
+        device's own that is the end of the device; what an engine did to its own stream is not."""
         if not self._own:
             return error
         return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))

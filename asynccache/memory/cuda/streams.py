@@ -35,7 +35,7 @@ CAP = 384
 """The most entries of the driver's queue that a stream takes before it waits. The queue has about 1,024, and one call
 may take 512 of them."""
 APART = 128
-"""After so many entries an event is recorded that can be waited for. More events would cost the submitter and the
+"""An event that can be waited for is recorded after this many entries. More events would cost the submitter and the
 waiter more time."""
 
 Step = Sequence[Callback]

@@ -319,8 +319,7 @@ class FileBackend:
         return self._log.index.watched(tell)
 
     def stats(self) -> Mapping[str, int | float]:
-        """Return the counters. ``write_amplification`` is how many bytes were written, also for pages that were moved,
-        for each byte that was put."""
+        """Return the counters. ``write_amplification`` is the bytes written, moved pages included, per byte put."""
         log, counts = self._log, self._log.counts
         return {
             "pages": log.index.pages,

@@ -179,7 +179,7 @@ class FileRun(NamedTuple):
 
 
 class RunsMoved(NamedTuple):
-    """The outcome of some runs."""
+    """What was moved of some runs."""
 
     bytes: list[int]
     """How many bytes of each run were moved; 0 for one that failed."""

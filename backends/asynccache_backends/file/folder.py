@@ -1,7 +1,7 @@
 """A store's folder: the locks that let one process at a time use it, and the manifest that tells its format.
 
-The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
-in it. The file ``lock`` is locked, too: it says which process uses the folder, and it is all there is where folders
+The lock on the folder itself protects the store: nothing that is done to the folder's name or to the files in it breaks
+that lock. The file ``lock`` is locked, too: it says which process uses the folder, and it is all there is where folders
 cannot be locked, as on NFS.
 
 The options in a file store's URL:

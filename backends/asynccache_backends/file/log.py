@@ -82,8 +82,8 @@ class SegmentLog:
         self._blocks: list[memoryview] = []
 
     async def open(self) -> None:
-        """Open the segments of earlier runs. If the store is used, segments beyond the capacity are deleted, which may
-        be smaller than in an earlier run, and the newest segment becomes active if it has room: its footer is cut off.
+        """Open the segments of earlier runs. If the store is used, segments beyond the capacity, which may be smaller
+        than before, are deleted; and the newest segment, if it has room, loses its footer and becomes active.
         Cancelling it waits until no thread reads."""
         await self.threads.run(self._load)
         if not self._used:
@@ -143,9 +143,9 @@ class SegmentLog:
     def begin(
         self, length: int, directory: bytes, payloads: Sequence[memoryview] = (), moved_from: PageGroup | None = None
     ) -> asyncio.Future[BaseException | None]:
-        """Start to write a group, or deletions, for which ``fit`` has found room. Returns a future of the disk's error,
-        if any. When it is done, the group's pages are found; of pages that are ``moved_from`` another group, those that
-        were not deleted meanwhile."""
+        """Start to write a group, or deletions, for which there is room. Returns a future of the disk's error, if any.
+        When it is done, the group's pages are found; of pages that are ``moved_from`` another group, those that were
+        not deleted meanwhile."""
         segment = self.active
         assert segment is not None
         at = segment.number, segment.tail

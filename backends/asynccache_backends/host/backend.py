@@ -170,8 +170,8 @@ class HostBackend:
         """Return once everything is in the stores behind the memory, as far as these can promise that.
 
         Raises:
-            Unavailable: there is no server, and pages were stored since the last time, of which nobody can say more.
-                Without such pages there is nothing to say, so that an engine without a server ends like any other.
+            Unavailable: there is no server, and nobody knows what became of pages that were stored since the last time.
+            Without such pages nothing is raised, so that an engine without a server ends like any other.
         """
         dirty, self._dirty = self._dirty, False
         try:

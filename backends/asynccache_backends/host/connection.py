@@ -137,7 +137,7 @@ class HostConnection:
 
     @property
     def channel(self) -> HostChannel | None:
-        """The last connection that there was, if it is open or not."""
+        """The last connection that there was, open or not."""
         return self._channel
 
     @property

@@ -18,12 +18,12 @@ from asynccache.storage import HEADER_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 AROUND = 64 << 10
-"""When a page of the system's memory is read for the first time, Linux maps those around it as well, so many bytes; for
-a write it maps one. So a place is read here and there before it is written for the first time: that halves the cost."""
+"""Linux maps this many bytes around a page of the system's memory that is first read, and the page alone if it is first
+written. So one page in this many bytes is read before a place is first written: that halves the cost."""
 
 
 class HostMapping:
-    """The memory. ``headers`` has a row for each slot, ``generations`` a number."""
+    """The shared memory, as it is mapped here."""
 
     def __init__(self, fd: int, welcome: Welcomed) -> None:
         mapped = mmap.mmap(fd, welcome.size)

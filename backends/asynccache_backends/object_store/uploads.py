@@ -53,7 +53,7 @@ class _Piece:
         """The pack that it went into."""
 
     def end(self, error: BaseException | None) -> None:
-        """Set the outcome: None if it is stored."""
+        """Tell whoever waits that the piece is stored or, with an ``error``, that it is not."""
         self.release()
         if not self.done.done():
             self.done.set_result(error)

@@ -6,6 +6,8 @@ What always holds:
 * A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
   FAILED.
 * When a server is full, puts send no pages for a moment and are FAILED, and reads go on.
+* A server that is silent for ``stall`` seconds is given up. One that sends a byte now and then is never silent: the
+  deadline that ``CheckedStore`` sets ends the call.
 * What survives a power loss is up to the server's configuration.
 
 ``redis://user:password@host:6379/0?prefix=asynccache:&ttl=7d``; see ``settings`` for all options.
@@ -70,11 +72,7 @@ class RedisBackend:
         return cls(settings, router, counts)
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Return for each key whether it is stored: HIT or MISS.
-
-        In every call a server that is silent for ``stall`` seconds is given up. A server that sends a byte now and then
-        is never silent; then only the deadline that ``CheckedStore`` sets for the call ends it.
-        """
+        """Return for each key whether it is stored: HIT or MISS."""
         return [_counted(reply) for reply in await self._about(b"EXISTS", self._names(keys))]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:

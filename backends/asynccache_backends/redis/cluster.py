@@ -168,8 +168,8 @@ class Router:
         raise failure
 
     async def _answers(self, server: RedisServer, asking: bool, requests: Sequence[Request]) -> list[Any]:
-        """Return the replies of ``server``. ``asking``: each request is preceded by ASKING, since the server is just
-        taking over their slots."""
+        """Return the replies of ``server``. ``asking``: ASKING precedes each request, since the server is just taking
+        over the slots."""
         if asking:
             requests = [each for request in requests for each in ((ASKING, None), request)]
         try:

@@ -54,8 +54,8 @@ class Answers(asyncio.StreamReader):
 class Link(SSLConnection):
     """A connection of redis-py, with TLS or without, as the settings say.
 
-    ``_connect`` is what redis-py's own kinds of connection override, too. If a version did not call it, it would use
-    TLS, so that no password is sent in the clear, and would be refused. The parser is the one in Python, since hiredis
+    redis-py's own kinds of connection override ``_connect``, too. If a version did not call it, the connection would
+    use TLS and be refused, and no password would be sent in the clear. The parser is the one in Python, since hiredis
     makes room for as many items as a list says that it has.
     """
 
