@@ -94,7 +94,7 @@ class Fleet:
         self._servers: dict[str, tuple[_Followed, ...]] = {}
         self._streams: dict[EventStream, _Followed] = {}
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._working = threading.Lock()  # nothing is added to the work once it closes
+        self._working = threading.Lock()  # nothing is added to the work, and nobody is woken, once it closes
         self._closing = False
         self.error: BaseException | None = None
         self._context = zmq.Context()
@@ -117,11 +117,11 @@ class Fleet:
 
     def close(self) -> None:
         """Follow nothing any more. Calling it twice is fine."""
-        if not self._closing:
-            with self._working:
+        with self._working:  # the thread closes the sockets only after it had this lock, too
+            if not self._closing:
                 self._closing = True
-            self._awaken.send(b"\0")
-            self._thread.join()
+                self._awaken.send(b"\0")
+        self._thread.join()
 
     def add(self, server: str, streams: Sequence[EventStream]) -> None:
         """Follow the streams of a server, in place of those that it had. Streams that are equal are followed once.
@@ -166,7 +166,6 @@ class Fleet:
             if self._closing:
                 raise CacheClosed("the fleet is closed")
             self._work.append((future, act))
-        with suppress(OSError):
             self._awaken.send(b"\0")
         future.result()
 

@@ -251,6 +251,26 @@ def test_wrong_streams_are_refused_and_nothing_changes(fleet: Fleet) -> None:
             fleet.remove("b")
 
 
+def test_a_fleet_can_be_closed_while_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may see that it is to end, and close its sockets, before the call that closes it goes on."""
+    fleet = Fleet()
+
+    class ThreadFirst:
+        """The fleet's lock, after which its thread comes first."""
+
+        def __enter__(self, lock: threading.Lock = fleet._working) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object, lock: threading.Lock = fleet._working) -> None:
+            lock.release()
+            if threading.current_thread() is not fleet._thread:
+                fleet._thread.join(SOON)
+
+    monkeypatch.setattr(fleet, "_working", ThreadFirst())
+    fleet.close()
+    fleet.close()
+
+
 def test_a_closed_fleet_says_so() -> None:
     fleet = Fleet()
     fleet.close()
