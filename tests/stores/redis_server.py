@@ -15,6 +15,7 @@ from tests.stores.server import HOST, CannotStart, Entered, Server, free_port, p
 BUS = 10000
 """A cluster's servers talk to each other at their port and so much."""
 SLOTS = 16384
+SHARE = SLOTS // 3 + 1                                 # of each of three
 
 
 class RedisServer(Server):
@@ -57,11 +58,11 @@ class RedisServer(Server):
             return self.say("PING").startswith("+PONG")
         return False
 
-    def say(self, *words: str | int) -> str:
+    def say(self, *words: str | int | bytes) -> str:
         """One command to a server that wants neither TLS nor a password; the first 64 KiB of its reply as they come."""
-        request = f"*{len(words)}\r\n" + "".join(f"${len(str(word))}\r\n{word}\r\n" for word in words)
+        said = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         with socket.create_connection((HOST, self.port), timeout=5) as sock:
-            sock.sendall(request.encode())
+            sock.sendall(b"*%d\r\n" % len(said) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in said))
             return sock.recv(1 << 16).decode(errors="replace")
 
 
@@ -153,9 +154,8 @@ class RedisCluster(Entered):
 
     def _introduce(self) -> None:
         """A third of the slots for each, and everybody meets the first."""
-        step = SLOTS // 3 + 1
         for i, server in enumerate(self.servers):
-            server.say("CLUSTER", "ADDSLOTSRANGE", i * step, min((i + 1) * step, SLOTS) - 1)
+            server.say("CLUSTER", "ADDSLOTSRANGE", i * SHARE, min((i + 1) * SHARE, SLOTS) - 1)
             server.say("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
         for server in self.servers[1:]:
             server.say("CLUSTER", "MEET", HOST, self.servers[0].port)

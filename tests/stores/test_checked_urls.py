@@ -21,6 +21,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.main import main
 from asynccache.errors import AsyncCacheError, ConfigError
+from asynccache.extras import install
 from asynccache.storage import StoreLayout, attachment, check_store, check_stores, open_store, parse_host_port
 from asynccache.storage.checked import store_layout
 from tests import bare
@@ -227,12 +228,15 @@ def test_options_beside_the_url_count_and_are_named_by_their_own_place(
 @pytest.mark.parametrize(("url", "module", "sentence"), [
     ("s3://bucket", "obstore.store", "pip install 'obstore>=0.6'"),
     ("mooncake://127.0.0.1:1", "mooncake", "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"),
+    ("redis://127.0.0.1:1", "redis", f"redis-py: {install('redis')}"),
 ])  # fmt: skip
 def test_a_client_that_is_not_installed_is_a_sentence(
     url: str, module: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, module, None)
+    for name in [name for name in sys.modules if name.startswith("asynccache_backends.redis")]:
+        monkeypatch.delitem(sys.modules, name)         # imports its client at once
     url = url.format(tmp=tmp_path)
     said = opened(config(url))
     assert sentence in said

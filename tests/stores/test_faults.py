@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, PageKey, Record, Result, StoreLayout
 from asynccache.testing.backend_suite import content
 from tests.storage.page_kit import fill, get, put
+from tests.stores import failing, filler
 from tests.stores.kinds import KINDS, PROXIED, fresh_name, open_backend, opened, server_of, some_keys, store_url
 from tests.stores.slow_proxy import Fault, SlowProxy
 from tests.waiting import until
@@ -213,3 +216,30 @@ async def test_a_call_at_a_hung_server_is_cancelled_and_the_store_closed_soon(
             server.resume()
     async with opened(url, LAYOUT) as store:
         await until(lambda: _all_hit(store, old), "a hit of every page")
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("place", ["file:{}/kv?capacity=256MiB&segment=8MiB&direct=off",
+                                   "file:{}/kv?capacity=256MiB&segment=8MiB&direct=auto", "folder:{}?refresh=0", "s3"])
+async def test_what_a_killed_writer_had_stored_is_there(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """kill -9 at any moment, and again and again."""
+    url = store_url("s3", request, fresh_name()) if place == "s3" else place.format(tmp_path)
+    rng, history = Random(f"kill {place}"), list[filler.Said]()
+    for round_ in range(4):
+        history.append(filler.killed_after(rng.randrange(3, 60), url, round_))
+        async with opened(url) as store:
+            await filler.check(store, history)
+            assert not store.stats().get("unreadable_packs")
+
+
+# The stress tool on every kind of store while trouble comes and goes.
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow(course.seconds) if course.seconds else pytest.mark.soak)
+    for name, course in failing.COURSES.items()
+])  # fmt: skip
+def test_nothing_goes_wrong_while_a_store_fails(name: str) -> None:
+    assert failing.run(name).phases

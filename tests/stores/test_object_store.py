@@ -1,17 +1,14 @@
-"""What only object stores do: packs, their index and tombstones, several writers, kill -9, and objects that lie."""
+"""What only object stores do: packs, their index and tombstones, several writers, and objects that lie."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from random import Random
 from secrets import token_hex
 from typing import Any
 
@@ -47,7 +44,6 @@ from tests.stores.kinds import (
     until_answered,
 )
 from tests.stores.object_server import MotoServer
-from tests.stores.object_store_child import BATCH, batch_keys
 from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, Refusal
 from tests.waiting import interrupted_after, until
 
@@ -414,50 +410,6 @@ async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path)
     await asyncio.wait([closing])
     assert closing.cancelled()
     await backend.aclose()
-
-
-# kill -9 of a writer at any moment: everything whose put had returned is there, and nothing served is wrong.
-
-
-CHILD = Path(__file__).parent / "object_store_child.py"
-ROOT = CHILD.parents[2]
-def killed_after(lines: int, url: str, round_: int) -> list[str]:
-    """What a child had said when it was killed, some time after that many lines."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    command = [sys.executable, str(CHILD), url, str(round_)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        said = [child.stdout.readline() for _ in range(lines)]
-        child.kill()
-        return [line for line in (*said, *child.stdout.readlines()) if line.endswith("\n")]
-
-
-def numbers(said: list[str], word: str) -> set[int]:
-    """The batches of which that was said."""
-    return {int(line.split()[1]) for line in said if line.startswith(f"{word} ")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["s3", "folder"])
-async def test_what_a_killed_writer_had_stored_is_there(
-    place: str, s3_server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in s3_server.client_environment.items():
-        monkeypatch.setenv(name, value)
-    url = s3_server.url_at("kill") + "&refresh=0" if place == "s3" else folder_url(tmp_path / "store")
-    rng, history = Random(f"kill {place}"), list[list[str]]()
-    for round_ in range(3):
-        history.append(killed_after(rng.randrange(4, 40), url, round_))
-        async with opened(url) as store:
-            for earlier, said in enumerate(history):
-                for batch in sorted(numbers(said, "put")):
-                    results = await get(store, batch_keys(earlier, batch))
-                    gone = 3 if batch in numbers(said, "deleted") else 0
-                    if batch % 5 == 4 and not gone:    # killed while it deleted
-                        assert set(results[3:]) == {HIT}
-                    else:
-                        assert results == [MISS] * gone + [HIT] * (BATCH - gone)
-            assert store.stats()["errors"] == store.stats()["unreadable_packs"] == 0
 
 
 # A real S3 server that hangs, and one that is full.

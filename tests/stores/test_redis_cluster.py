@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, pa
 from tests.cli.rank_runs import FEW, PP2, TP2, Shape, hits, run, sound
 from tests.storage.page_kit import get, put
 from tests.stores.kinds import backend_at, opened
-from tests.stores.redis_server import RedisCluster, RedisServer
+from tests.stores.redis_server import SHARE, RedisCluster, RedisServer
 from tests.stores.server import HOST
-from tests.stores.test_redis_connection import PING, Script, answers, peer
+from tests.stores.test_redis_connection import PING, Script, answers, land, peer
 from tests.waiting import until
 
 # A real cluster of three: keys spread, slots that move, nodes that are lost.
@@ -43,45 +43,23 @@ def _counts(cluster: RedisCluster) -> list[int]:
     return [int(server.say("DBSIZE").strip(":\r\n")) for server in cluster.servers]
 
 
-async def _empty(cluster: RedisCluster) -> None:
+def _empty(cluster: RedisCluster) -> None:
     """Other tests have left pages under names of their own."""
     for server in cluster.servers:
         server.say("FLUSHALL")
     assert _counts(cluster) == [0, 0, 0]
 
 
-async def test_pages_spread_over_all_and_come_back_in_order(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
+async def test_pages_spread_over_all_and_any_one_host_leads_to_them(redis_cluster: RedisCluster) -> None:
+    _empty(redis_cluster)
     keys = keys_of(90)
     async with backend_at(redis_cluster.url) as backend:
-        stored = await put_all(backend, keys)
-        assert min(_counts(redis_cluster)) > 10
-        results, fetched = await get_all(backend, keys[::-1])
-        assert results == [HIT] * 90
-        assert same(stored[::-1], fetched)
-        assert backend.stats()["nodes"] == 3
-        listed = {entry.key async for part in _parts(backend) for entry in part}
-        assert listed == {key.key for key in keys}
-        await backend.clear()
-        assert _counts(redis_cluster) == [0, 0, 0]
-
-
-async def _parts(backend: RedisBackend) -> Any:
-    async for part in backend.listing():
-        yield part
-
-
-async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
-    keys = keys_of(30)
-    async with backend_at(redis_cluster.url) as backend:
         await put_all(backend, keys)
-    for server in redis_cluster.servers:
-        async with backend_at(server.url) as backend:
-            assert await backend.exists(keys) == [HIT] * 30
-    url = f"redis://{HOST}:1,{HOST}:{redis_cluster.servers[2].port}"
-    async with backend_at(url) as backend:
-        assert await backend.exists(keys) == [HIT] * 30
+        assert backend.stats()["nodes"] == 3
+    assert min(_counts(redis_cluster)) > 10
+    for url in (f"redis://{HOST}:1,{HOST}:{redis_cluster.servers[2].port}", *(s.url for s in redis_cluster.servers)):
+        async with backend_at(url) as backend:
+            assert await backend.exists(keys) == [HIT] * 90
 
 
 async def test_cluster_off_and_on(redis_cluster: RedisCluster) -> None:
@@ -106,27 +84,18 @@ class _Move:
         self.cluster = cluster
         self.slot = key_slot(_name(key))
         self.ids = [server.say("CLUSTER", "MYID").splitlines()[1] for server in cluster.servers]
-        self.source = next(i for i, server in enumerate(cluster.servers) if self._owns(server))
+        self.source = self.slot // SHARE
         self.target = (self.source + 1) % 3
-
-    def _owns(self, server: RedisServer) -> bool:
-        return not server.say("GET", self._tag()).startswith("-MOVED")
-
-    def _tag(self) -> str:
-        """A name in the slot that can be typed."""
-        return next(f"{{{i}}}" for i in range(1 << 20) if key_slot(b"{%d}" % i) == self.slot)
 
     def begin(self) -> None:
         source, target = self.cluster.servers[self.source], self.cluster.servers[self.target]
         assert target.say("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.ids[self.source]) == "+OK\r\n"
         assert source.say("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.ids[self.target]) == "+OK\r\n"
 
-    async def carry(self, key: PageKey) -> None:
+    def carry(self, key: PageKey) -> None:
         """One key."""
-        name = _name(key)
         source, target = self.cluster.servers[self.source], self.cluster.servers[self.target]
-        words = [b"MIGRATE", HOST.encode(), b"%d" % target.port, name, b"0", b"5000"]
-        assert await _say(source, words) == b"+OK\r\n"
+        assert source.say("MIGRATE", HOST, target.port, _name(key), 0, 5000) == "+OK\r\n"
 
     def end(self) -> None:
         for i in (self.target, self.source, 3 - self.source - self.target):
@@ -137,18 +106,9 @@ class _Move:
         self.source, self.target = self.target, self.source
 
 
-async def _say(server: RedisServer, words: Sequence[bytes]) -> bytes:
-    reader, writer = await asyncio.open_connection(HOST, server.port)
-    writer.write(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
-    line = await reader.readline()
-    writer.close()
-    await writer.wait_closed()
-    return line
-
-
 async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
     """Before, half-way (ASK) and after (MOVED), with and without the page there; the map is read anew."""
-    await _empty(redis_cluster)
+    _empty(redis_cluster)
     keys = keys_of(40)
     key = keys[7]
     async with backend_at(redis_cluster.url) as backend:
@@ -156,7 +116,7 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
         move = _Move(redis_cluster, key)
         move.begin()
         assert (await get_all(backend, keys))[0] == [HIT] * 40
-        await move.carry(key)
+        move.carry(key)
         results, fetched = await get_all(backend, keys)
         assert results == [HIT] * 40
         assert same(stored, fetched)
@@ -177,7 +137,7 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
 
 async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connections(redis_cluster: RedisCluster) -> None:
     """Also one that was at work for a request when the map changed. Servers that come and go leave nothing behind."""
-    await _empty(redis_cluster)
+    _empty(redis_cluster)
     keys = keys_of(30)
     async with backend_at(redis_cluster.url) as backend:
         await put_all(backend, keys)
@@ -202,7 +162,7 @@ async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connectio
 
 
 async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
+    _empty(redis_cluster)
     keys = keys_of(60)
     lost = redis_cluster.servers[1]
     async with opened(redis_cluster.url) as store:
@@ -225,7 +185,7 @@ async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisClust
 
 
 async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
+    _empty(redis_cluster)
     keys = keys_of(60)
     hung = redis_cluster.servers[0]
     async with opened(redis_cluster.url) as store:
@@ -427,17 +387,6 @@ async def test_a_router_that_is_closed_reads_no_map() -> None:
 PATIENCE = 20.0
 
 
-def hear(data: bytes) -> list[Any]:
-    """What a reader makes of ``data`` where one reply that is no page is expected."""
-    reader = Reader([None])
-    while data and reader.missing:
-        count = min(len(reader.buffer), len(data))
-        reader.buffer[:count] = data[:count]
-        reader.received(count)
-        data = data[count:]
-    return reader.replies
-
-
 @pytest.mark.parametrize("data", [
     b"*1\r\n" * 200_000, b"*2\r\n:1\r\n" * 200_000, b"$400000000\r\n",
     b"*2\r\n$1\r\na\r\n$400000000\r\n", b":" + b"9" * 5000 + b"\r\n", b"*" + b"9" * 25 + b"\r\n",
@@ -446,7 +395,7 @@ def test_a_bomb_is_no_answer_and_takes_no_memory(data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
-            hear(data)
+            land(Reader([None]), data)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -470,11 +419,6 @@ async def saying(answer: Callable[[bytes, int], bytes], options: str = "cluster=
             await backend.aclose()
 
 
-async def said_at_opening(reply: bytes) -> None:
-    async with saying(lambda words, port: reply, "cluster=auto"):
-        pass
-
-
 @pytest.mark.parametrize("reply", [
     b"*1\r\n" * 100_000, b"*1\r\n:1\r\n", b"*1\r\n*0\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n:7\r\n", b"*1\r\n$1\r\nx\r\n",
     b"*1\r\n*3\r\n:0\r\n:99999999\r\n*2\r\n$1\r\nh\r\n:1\r\n", b"*1\r\n*3\r\n:-5\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n",
@@ -485,7 +429,8 @@ async def said_at_opening(reply: bytes) -> None:
 ])  # fmt: skip
 async def test_a_map_of_a_cluster_that_is_none_is_unavailable(reply: bytes) -> None:
     with pytest.raises(Unavailable) as refused:
-        await said_at_opening(reply)
+        async with saying(lambda words, port: reply, "cluster=auto"):
+            pass
     assert len(str(refused.value)) < 1000
 
 

@@ -180,20 +180,11 @@ async def test_something_else_under_a_page_s_name(server: RedisServer) -> None:
     async with opened(server.url) as store:
         backend = store.backend
         assert isinstance(backend, RedisBackend)
-        await plant(server, b"asynccache:" + key.key)
+        assert server.say("LPUSH", b"asynccache:" + key.key, "x") == ":1\r\n"
         assert await get(store, [key]) == [CORRUPT]
         assert await get(store, [key]) == [MISS]
         assert await put(store, [key]) == [HIT]
         assert await get(store, [key]) == [HIT]
-
-
-async def plant(server: RedisServer, name: bytes) -> None:
-    """A list under ``name``."""
-    reader, writer = await asyncio.open_connection(HOST, server.port)
-    writer.write(b"*3\r\n$5\r\nLPUSH\r\n$%d\r\n%b\r\n$1\r\nx\r\n" % (len(name), name))
-    assert await reader.readline() == b":1\r\n"
-    writer.close()
-    await writer.wait_closed()
 
 
 async def test_a_database_of_its_own(server: RedisServer) -> None:
