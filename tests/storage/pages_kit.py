@@ -7,9 +7,11 @@ import asyncio
 import mmap
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from random import Random
+from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
 
@@ -72,44 +74,60 @@ class Particular(Exception):
 
 
 class Misbehaving(WrappedBackend):
-    """A backend that misbehaves. ``how``: in which way, by the call's name. ``inside`` is set when a call has begun to
-    suffer.
+    """A backend that misbehaves. ``how``: in which way, by the call's name; a number is seconds that it takes longer.
+    ``inside`` is set when a call has begun to suffer. ``began``: the calls so far; ``now``: how many of each kind are
+    under way; ``most``: how many were at once.
 
     ``hangs`` waits for ever and can be cancelled; ``is stuck`` is a thread's work that ends when ``gate`` is set, and
     not before. The frames of its errors hold everything that it was handed.
     """
 
-    def __init__(self, **how: str) -> None:
-        super().__init__(MemoryBackend())
+    def __init__(self, inner: StorageBackend | None = None, /, **how: str | float) -> None:
+        super().__init__(inner or MemoryBackend())
         self.how = how
         self.inside = threading.Event()
         self.gate = threading.Event()
-        self.calls = 0
-        self.closed = 0
+        self.began: list[str] = []
+        self.now = Counter[str]()
+        self.most = 0
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+    @property
+    def closed(self) -> int:
+        return self.began.count("aclose")
+
+    async def exists(self, keys: Sequence[PageKey]) -> Any:
         return await self._suffer("exists", (), lambda: self.inner.exists(keys))
 
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> Any:
         return await self._suffer("get", records, lambda: self.inner.get(keys, records))
 
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> Any:
         return await self._suffer("put", records, lambda: self.inner.put(keys, records))
 
-    async def aclose(self) -> None:
-        self.closed += 1
-        if self.how.get("aclose"):
-            raise Unavailable("the disk is gone")
-        await super().aclose()
+    async def clear(self) -> None:
+        await self._suffer("clear", (), self.inner.clear)
 
-    async def _suffer(
-        self, call: str, records: Sequence[Record], act: Callable[[], Awaitable[list[Result]]]
-    ) -> list[Result]:
-        self.calls += 1
-        how = self.how.get(call, "works")
+    async def flush(self) -> None:
+        await self._suffer("flush", (), self.inner.flush)
+
+    async def aclose(self) -> None:
+        await self._suffer("aclose", (), self.inner.aclose)
+
+    async def _suffer(self, call: str, records: Sequence[Record], act: Callable[[], Awaitable[Any]]) -> Any:
+        self.began.append(call)
+        self.now[call] += 1
+        self.most = max(self.most, self.now.total())
         self.inside.set()
+        try:
+            return await self._act(self.how.get(call, "works"), records, act)
+        finally:
+            self.now[call] -= 1
+
+    async def _act(self, how: str | float, records: Sequence[Record], act: Callable[[], Awaitable[Any]]) -> Any:
+        if isinstance(how, float):
+            await asyncio.sleep(how)
         if how == "is unavailable":
-            raise Unavailable(f"no answer about {len(records)} pages")
+            raise Unavailable(f"redis://me:s3cret@host has no answer about {len(records)} pages")
         if how == "has a bug":
             raise ValueError("a bug", [record.payload for record in records])
         if how == "has two":
@@ -123,6 +141,8 @@ class Misbehaving(WrappedBackend):
             raise Particular(records[0].payload, code=5)
         if how == "exits":
             raise SystemExit("of a plug-in")
+        if how == "cancels itself":
+            raise asyncio.CancelledError
         if how == "answers too little":
             return (await act())[1:]
         if how == "hangs":

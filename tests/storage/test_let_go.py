@@ -86,7 +86,7 @@ def test_a_mapping_can_be_closed_when_the_future_is_done(how: str, which: str, s
         found = result(future)
         made.close()
         assert len(found) == 4
-        assert hostile.calls
+        assert hostile.began
         errors = pages.last_errors  # are kept, and keep nothing
         assert bool(errors) is (how not in ("works", "hangs"))
 
@@ -124,7 +124,7 @@ def test_so_it_can_when_the_call_was_cancelled_before_it_began() -> None:
         with pytest.raises(CancelledError):
             cancelled[0].result(PATIENCE)
         assert result(pages.exists([])) == []
-        assert stuck.calls == 0
+        assert stuck.began == []
 
 
 def test_a_store_that_cannot_let_go_keeps_the_future_open_and_the_mapping() -> None:
