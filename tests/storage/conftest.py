@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.storage.page_kit import OPENED
+from tests.storage.pages_kit import OPENED
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:

@@ -25,8 +25,7 @@ from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import in_world
-from tests.storage.pages_kit import Misbehaving
+from tests.storage.pages_kit import Misbehaving, in_world
 
 # CheckedStore against backends that fail, lie, hang and are cancelled, in virtual time.
 

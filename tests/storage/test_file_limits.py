@@ -23,10 +23,10 @@ from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, read
 from asynccache_backends.file.folder import usual_segment
 from asynccache_backends.file.segments import FileIndex, PageGroup, group_bytes
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.errors import Unavailable
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, Record, Result, StoreLayout, ThreadPool, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, blank, keys_of, page_key, record_of
-from tests.storage.page_kit import file_backend, fill, get, open_at, open_files, put
+from tests.storage.pages_kit import file_backend, fill, get, open_at, open_files, put
 from tests.waiting import turns, until
 
 # Capacity, reclaim and broken disks.
@@ -243,24 +243,6 @@ async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: 
     assert await get(store, keys[:10]) == [Result.HIT] * 10
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ("capacity=12KiB", "capacity=12288"),
-        ("capacity=1MiB&segment=512KiB", "three segments"),
-        ("segment=5000", "segment=5000"),
-        ("segment=8KiB", "segment=8192"),
-        ("capacity=lots", "capacity='lots'"),
-        ("direct=perhaps", "direct='perhaps'"),
-        ("sync=yes", "'sync'"),
-    ],
-)
-async def test_unusable_options_are_refused_by_name_and_value(tmp_path: Path, options: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        await FileBackend.open(parse_url(f"file:{tmp_path}/s?{options}"), LAYOUT)
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("exponent", range(16, 46))
 def test_segments_are_few_and_small(exponent: int) -> None:
     capacity = 1 << exponent
@@ -441,13 +423,6 @@ async def test_what_belongs_to_another_user_keeps_its_permissions(tmp_path: Path
     assert modes(folder) == expected(folder, 0o700) | {".": 0o755, "lock": 0o644}
     await fill(store, [page_key("more")])
     await store.aclose()
-
-
-@pytest.mark.parametrize("text", ["", "0", "0600", "private", "u=rwx", "7777", "0o700", "-700", "0788"])
-async def test_permissions_that_are_none_are_refused_by_name_and_value(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"storage option mode={text!r}: expected .* as in mode=0750"):
-        await FileBackend.open(parse_url(f"file:{tmp_path}/s?{SMALL}", {"mode": text}), LAYOUT)
-    assert os.listdir(tmp_path) == []
 
 
 # The file store when things happen at once: clearing while pages are moved, closing while segments are made; and

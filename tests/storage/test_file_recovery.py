@@ -21,9 +21,9 @@ from xxhash import xxh3_64_hexdigest
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key
-from tests.storage import page_kit
-from tests.storage.page_kit import edit, file_backend, fill, flip, open_files, opened, put, segment
-from tests.storage.page_kit import get as read
+from tests.storage import pages_kit
+from tests.storage.pages_kit import edit, file_backend, fill, flip, open_files, opened, put, segment
+from tests.storage.pages_kit import get as read
 from tests.stores import filler
 
 # Starts after damage. A crash is simulated by a copy of the folder that is taken while the store is open.
@@ -35,7 +35,7 @@ FIRST_GROUP = BLOCK_BYTES + 42 * FULL
 
 
 async def open_at(folder: Path, options: str = "capacity=64MiB&segment=4MiB") -> CheckedStore:
-    return await page_kit.open_at(folder, options)
+    return await pages_kit.open_at(folder, options)
 
 
 async def reopened(folder: Path) -> tuple[list[Result], dict[str, int | float]]:

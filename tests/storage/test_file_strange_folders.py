@@ -37,7 +37,7 @@ from asynccache.cli.main import main
 from asynccache.errors import Unavailable
 from asynccache.storage import Result
 from asynccache.testing.backend_suite import keys_of, page_key
-from tests.storage.page_kit import fill, get, open_at, open_files
+from tests.storage.pages_kit import fill, get, open_at, open_files
 from tests.waiting import interrupted_after
 
 KEYS = keys_of(60)

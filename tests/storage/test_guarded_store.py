@@ -29,9 +29,8 @@ from asynccache.storage import (
 from asynccache.storage.call_guard import best_off
 from asynccache.testing.backend_suite import LAYOUT, keys_of
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage import page_kit
-from tests.storage.page_kit import in_world
-from tests.storage.pages_kit import Misbehaving
+from tests.storage import pages_kit
+from tests.storage.pages_kit import Misbehaving, in_world
 from tests.waiting import turns
 
 # How many calls at a time, in which order, how slow is too slow, and who is the probe. In virtual time.
@@ -45,11 +44,11 @@ def store_on(backend: Any, **options: Any) -> CheckedStore:
 
 
 def put(store: CheckedStore) -> asyncio.Future[list[Result]]:
-    return asyncio.ensure_future(page_kit.put(store, KEYS))
+    return asyncio.ensure_future(pages_kit.put(store, KEYS))
 
 
 def get(store: CheckedStore) -> asyncio.Future[list[Result]]:
-    return asyncio.ensure_future(page_kit.get(store, KEYS))
+    return asyncio.ensure_future(pages_kit.get(store, KEYS))
 
 
 @in_world

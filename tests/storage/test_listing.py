@@ -38,7 +38,7 @@ from asynccache.testing.backend_suite import keys_of as suite_keys
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import edit, file_backend, fill, flip, get, open_at, segment
+from tests.storage.pages_kit import edit, file_backend, fill, flip, get, open_at, segment
 
 # Listing by the memory and the file store, and collecting by the file store: old pages, and the room of dead ones.
 

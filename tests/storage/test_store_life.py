@@ -38,9 +38,8 @@ from tests.runtime.runtime_kit import settings, text
 from tests.simulated.backend import HONEST, Hang, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage import page_kit
-from tests.storage.page_kit import in_world
-from tests.storage.pages_kit import Misbehaving
+from tests.storage import pages_kit
+from tests.storage.pages_kit import Misbehaving, in_world
 from tests.waiting import until
 
 # A store from attaching to closing: probes that hang, closing at the wrong moment, memory that is refused. In virtual
@@ -468,7 +467,7 @@ async def test_large_copies_are_made_in_a_thread() -> None:
     pages = [record_of(key, large).payload for key in EIGHT_KEYS]
     await promotions.offer(EIGHT_KEYS, pages, [(target, range(8))], 0)
     await ended(promotions)
-    assert await page_kit.get(target, EIGHT_KEYS) == [HIT] * 8
+    assert await pages_kit.get(target, EIGHT_KEYS) == [HIT] * 8
     assert promotions.counts["promoted"] == 8
     await promotions.aclose()
     await target.aclose()

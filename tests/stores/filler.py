@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asynccache.storage import CheckedStore, PageKey, Result
 from asynccache.testing.backend_suite import page_key
-from tests.storage.page_kit import fill, get, put
+from tests.storage.pages_kit import fill, get, put
 from tests.stores.kinds import opened
 
 BATCH = 20

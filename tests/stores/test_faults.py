@@ -17,7 +17,7 @@ import pytest
 
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, PageKey, Record, Result, StoreLayout
 from asynccache.testing.backend_suite import content
-from tests.storage.page_kit import fill, get, put
+from tests.storage.pages_kit import fill, get, put
 from tests.stores import failing, filler
 from tests.stores.kinds import KINDS, PROXIED, fresh_name, open_backend, opened, server_of, some_keys, store_url
 from tests.stores.slow_proxy import Fault, SlowProxy

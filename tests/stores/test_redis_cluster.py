@@ -22,7 +22,7 @@ from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.storage import HostPort, PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, same
 from tests.cli.rank_runs import FEW, PP2, TP2, Shape, hits, run, sound
-from tests.storage.page_kit import get, put
+from tests.storage.pages_kit import get, put
 from tests.stores.kinds import backend_at, opened
 from tests.stores.redis_server import SHARE, RedisCluster, RedisServer
 from tests.stores.server import HOST

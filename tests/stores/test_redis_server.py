@@ -13,7 +13,7 @@ from asynccache_backends.redis import RedisBackend
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import Result, Stored, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of
-from tests.storage.page_kit import get, put
+from tests.storage.pages_kit import get, put
 from tests.stores.kinds import backend_at, opened, until_answered
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
