@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.storage.pages_kit import OPENED
+from asynccache.storage import CheckedStore
+from tests.storage.pages_kit import OPENED, open_at
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
@@ -28,6 +29,12 @@ async def _closing() -> AsyncIterator[None]:
     yield
     while OPENED:
         await OPENED.pop().aclose()
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> CheckedStore:
+    """A file store of 16 MiB in the folder ``s``."""
+    return await open_at(tmp_path / "s")
 
 
 @pytest.fixture

@@ -35,8 +35,7 @@ from tests.waiting import turns, until
 FULL = LAYOUT.page_bytes["full"]
 
 
-async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s")
+async def test_the_capacity_holds_and_the_oldest_pages_go_first(store: CheckedStore) -> None:
     keys = keys_of(2500)
     for at in range(0, 2500, 50):
         assert await put(store, keys[at : at + 50]) == [Result.HIT] * 50
@@ -52,8 +51,7 @@ async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) 
 
 
 @pytest.mark.slow(2)
-async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s")
+async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Path, store: CheckedStore) -> None:
     hot, cold = keys_of(20), [page_key(f"cold {i}") for i in range(3000)]
     await put(store, hot)
     for at in range(0, 3000, 15):
@@ -136,9 +134,8 @@ async def killed(store: CheckedStore, folder: Path) -> AsyncIterator[CheckedStor
 @pytest.mark.parametrize("stage", [1, 2], ids=["while it is read", "while it is written"])
 @pytest.mark.parametrize("call", ["delete", "clear"])
 async def test_a_page_that_is_forgotten_while_it_is_moved_stays_forgotten(
-    tmp_path: Path, call: str, stage: int
+    tmp_path: Path, store: CheckedStore, call: str, stage: int
 ) -> None:
-    store = await open_at(tmp_path / "s")
     log, keys = file_backend(store)._log, keys_of(40)
     await put(store, keys)
     io, (group,) = HeldIO(store), log.index.groups_of(1)
@@ -206,8 +203,7 @@ async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(
         await store.aclose()
 
 
-async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s")
+async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(store: CheckedStore) -> None:
     backend, keys = file_backend(store), keys_of(20)
     await put(store, [page_key("first")])
     records = [record_of(key) for key in keys]
@@ -225,9 +221,8 @@ async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
-async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: Path, number: int) -> None:
+async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(store: CheckedStore, number: int) -> None:
     """What it did read is served: half of the pages, and none of the others is called corrupt."""
-    store = await open_at(tmp_path / "s")
     keys = keys_of(20)
     await put(store, keys[:10])
     io = HeldIO(store)
@@ -430,9 +425,10 @@ async def test_what_belongs_to_another_user_keeps_its_permissions(tmp_path: Path
 
 
 @pytest.mark.parametrize("count", range(0, 12, 2))
-async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_path: Path, count: int) -> None:
+async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(
+    tmp_path: Path, store: CheckedStore, count: int
+) -> None:
     """It waits for calls under way, which end well."""
-    store = await open_at(tmp_path / "s")
     backend = file_backend(store)
     for batch in range(3):
         await put(store, [page_key(f"{batch}/{i}") for i in range(50)])
@@ -469,10 +465,9 @@ async def put_twice(store: CheckedStore, first: int) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("deleted", [True, False])
 async def test_a_page_that_two_calls_put_is_there_after_a_kill_or_stays_deleted(
-    tmp_path: Path, deleted: bool, first: int
+    tmp_path: Path, store: CheckedStore, deleted: bool, first: int
 ) -> None:
     """Whichever of the two writes ended first: a recovery finds both copies."""
-    store = await open_at(tmp_path / "s")
     await put_twice(store, first)
     assert store.stats()["pages"] == 1
     if deleted:
@@ -481,9 +476,10 @@ async def test_a_page_that_two_calls_put_is_there_after_a_kill_or_stays_deleted(
         assert await get(again, [page_key("twice")]) == [Result.MISS if deleted else Result.HIT]
 
 
-async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_after_a_kill(tmp_path: Path) -> None:
+async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_after_a_kill(
+    tmp_path: Path, store: CheckedStore
+) -> None:
     """The deletion is written behind it, and speaks of what lay before."""
-    store = await open_at(tmp_path / "s")
     backend, key = file_backend(store), page_key("again")
     log = backend._log
     await put(store, [key])
@@ -499,9 +495,10 @@ async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_aft
         assert await get(again, [key]) == [Result.HIT]
 
 
-async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_of(tmp_path: Path) -> None:
+async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_of(
+    tmp_path: Path, store: CheckedStore
+) -> None:
     """The later of two copies was deleted, and the earlier one lies in an older segment, which stays."""
-    store = await open_at(tmp_path / "s")
     backend, fill = file_backend(store), [page_key(f"fill {i}") for i in range(300)]
     log, key = backend._log, page_key("twice")
     await put(store, [page_key("fill", "swa")])
@@ -555,9 +552,10 @@ async def test_while_a_segment_is_removed_its_pages_can_be_deleted_for_good_and_
     await killed.aclose()
 
 
-async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:
+async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(
+    tmp_path: Path, store: CheckedStore
+) -> None:
     """The bytes are in the file, and nothing has been done about it yet."""
-    store = await open_at(tmp_path / "s")
     log, io = file_backend(store)._log, HeldIO(store)
     putting = asyncio.ensure_future(put(store, [page_key("a")]))
     await until(lambda: bool(io.gates))

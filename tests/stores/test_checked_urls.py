@@ -516,7 +516,8 @@ def test_names_that_do_not(name: str) -> None:
 
 @pytest.mark.parametrize(("text", "said"), [
     (f":me:{CANARY}@host", "storage="), (f"://{CANARY}@host", "storage="), (f"vault://h?x=1&{CANARY}", "storage="),
-    (f"vault://me:{CANARY}@host?x&y=1", "storage="), (f"vault://h?pasword={CANARY}", "unknown option 'pasword'; it has none"),
+    (f"vault://me:{CANARY}@host?x&y=1", "storage="),
+    (f"vault://h?pasword={CANARY}", "unknown option 'pasword'; it has none"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_url_is_said_without_it(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as told:
