@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from tests.stores.server import HOST, CannotStart, Entered, Server, free_port, path_of
+from tests.stores.server import HOST, Entered, Server, await_start, free_port, path_of
 
 BUS = 10000
 """A cluster's servers talk to each other at their port and so much."""
@@ -141,11 +140,10 @@ class RedisCluster(Entered):
             server.say("CONFIG", "SET", "cluster-announce-bus-port", server.port + BUS)
             server.say("CONFIG", "SET", "cluster-announce-port", port)
         shown = [port or server.port for server, port in zip(self.servers, ports, strict=True)]
-        until = time.monotonic() + 20
-        while not all(f":{port}\r" in server.say("CLUSTER", "SLOTS") for server in self.servers for port in shown):
-            if time.monotonic() > until:
-                raise CannotStart("the servers of the cluster do not hear of each other's ports")
-            time.sleep(0.02)
+        await_start(
+            lambda: all(f":{port}\r" in server.say("CLUSTER", "SLOTS") for server in self.servers for port in shown),
+            lambda: "the servers of the cluster do not hear of each other's ports",
+        )
 
     def close(self) -> None:
         """Kill it and remove its folders."""
@@ -162,11 +160,8 @@ class RedisCluster(Entered):
         self._wait()
 
     def _wait(self) -> None:
-        until = time.monotonic() + 20
-        while not all(self._complete(server) for server in self.servers):
-            if time.monotonic() > until:
-                raise CannotStart("the servers of the cluster do not find each other")
-            time.sleep(0.02)
+        await_start(lambda: all(map(self._complete, self.servers)),
+                    lambda: "the servers of the cluster do not find each other")
 
     def _complete(self, server: RedisServer) -> bool:
         info = server.say("CLUSTER", "INFO")

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -67,6 +67,15 @@ def listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection((HOST, port), timeout=0.5):
         return True
     return False
+
+
+def await_start(there: Callable[[], bool], complaint: Callable[[], str], seconds: float = 20.0) -> None:
+    """Return when it is so. Raises CannotStart, which says ``complaint()``, if that takes more than ``seconds``."""
+    until = time.monotonic() + seconds
+    while not there():
+        if time.monotonic() > until:
+            raise CannotStart(complaint())
+        time.sleep(0.02)
 
 
 class Entered:
