@@ -26,17 +26,17 @@ from asynccache.cli.output import progress
 from asynccache.cli.store import age
 from asynccache.errors import BackendError
 from asynccache.storage import (
-    RECORD_SCHEMA,
     CheckedStore,
     PageKey,
     ParsedUrl,
     Record,
     Result,
     StoreLayout,
-    open_store,
     parse_url,
 )
-from asynccache.testing.backend_suite import LAYOUT, content, keys_of
+from asynccache.testing.backend_suite import LAYOUT, keys_of
+from tests.storage import pages_kit
+from tests.storage.pages_kit import open_at
 
 pytestmark = pytest.mark.usefixtures('plug_ins')
 
@@ -51,11 +51,8 @@ def folder(tmp_path: Path) -> Path:
     """A store of 60 full and 20 odd pages."""
 
     async def fill() -> None:
-        url = parse_url(f"file:{tmp_path}/kv?capacity=64MiB&segment=4MiB")
-        store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)
-        for pool, count in (("full", 60), ("odd", 20)):
-            keys = keys_of(count, pool)
-            await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[pool])) for key in keys])
+        store = await open_at(tmp_path / "kv", "capacity=64MiB&segment=4MiB")
+        await pages_kit.fill(store, keys_of(60) + keys_of(20, "odd"))
         await store.aclose()
 
     asyncio.run(fill())
@@ -262,8 +259,7 @@ def listed_store(monkeypatch: pytest.MonkeyPatch) -> str:
 
     async def fill() -> None:
         store = CheckedStore(Kept(), LAYOUT)
-        keys = keys_of(200) + keys_of(30, "odd")
-        await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
+        await pages_kit.fill(store, keys_of(200) + keys_of(30, "odd"))
         await store.aclose()
 
     STORED.clear()
@@ -434,23 +430,6 @@ def test_every_operation_is_measured_in_every_round(tmp_path: Path, loop: str) -
             assert ("gb_per_s" in size[op]) == (op != "exists")
     assert any("16.0 KiB pages, round 2 of 2: get shuffled, " in line for line in told)
     json.dumps(report)
-
-
-def test_what_is_in_a_store_stays_there(tmp_path: Path) -> None:
-    async def pages(change: bool) -> list[Result]:
-        store = await open_store(f"file:{tmp_path}/s?capacity=64MiB", StoreLayout({"full": 4096}, RECORD_SCHEMA))
-        assert store is not None
-        keys = [PageKey("full", bytes([n]) * 32) for n in range(20)]
-        buffers = [memoryview(bytearray(4096)) for _ in keys]
-        results = await (store.put(keys, buffers) if change else store.get(keys, buffers))
-        count = store.stats()["pages"]
-        await store.aclose()
-        assert count == 20
-        return results
-
-    asyncio.run(pages(True))
-    bench.run(options(f"file:{tmp_path}/s?capacity=64MiB", *SMALL), silent)
-    assert asyncio.run(pages(False)) == [Result.HIT] * 20
 
 
 def test_a_store_that_returns_wrong_bytes_is_found_out(
