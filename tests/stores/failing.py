@@ -331,7 +331,7 @@ def _full_and_slow(name: str, url: str, servers: Any, proxies: Sequence[SlowProx
 
 
 def _redis(server: Any) -> Seen:
-    emptied = Trouble("emptied", lambda: server.restart(empty=True), lambda: None, seconds=3.0, opens=False)
+    emptied = Trouble("emptied", server.restart, lambda: None, seconds=3.0, opens=False)
     return _hung_and_killed("redis", server, emptied)
 
 

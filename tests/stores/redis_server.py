@@ -121,12 +121,12 @@ class RedisCluster(Entered):
         for server in self.servers:
             server.kill()
 
-    def restart(self, *, empty: bool = False) -> None:
+    def restart(self) -> None:
         """Kill it and start it again. It keeps nothing in any case, but who has which slots."""
         self.kill()
         for server in self.servers:
             server.start()
-        self._wait()
+        self.wait()
 
     def say(self, *words: str | int) -> None:
         """One command, to each."""
@@ -157,9 +157,10 @@ class RedisCluster(Entered):
             server.say("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
         for server in self.servers[1:]:
             server.say("CLUSTER", "MEET", HOST, self.servers[0].port)
-        self._wait()
+        self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until all servers know each other."""
         await_start(lambda: all(map(self._complete, self.servers)),
                     lambda: "the servers of the cluster do not find each other")
 

@@ -136,9 +136,6 @@ class Server(Entered):
         """Whether it can serve."""
         return listens(self.port)
 
-    def forget(self) -> None:
-        """Remove what would outlive the process; called while it is down."""
-
     # its life
 
     @property
@@ -224,11 +221,9 @@ class Server(Entered):
             self.resume()
             self._steady.wait(1.0 - HUNG)
 
-    def restart(self, *, empty: bool = False) -> None:
-        """Kill it and start it again at the same port; ``empty``: without the data that it held."""
+    def restart(self) -> None:
+        """Kill it and start it again at the same port. What it held is gone: none of them writes it to a disk."""
         self.kill()
-        if empty:
-            self.forget()
         self.start()
 
     def close(self) -> None:

@@ -161,50 +161,34 @@ async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connectio
         assert await backend.delete(keys) == [HIT] * 30
 
 
-async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisCluster) -> None:
+@pytest.mark.parametrize("how", ["kill", "hang"])
+async def test_a_node_that_is_away_fails_its_own_pages_and_holds_up_one_call_and_not_all(
+    how: str, redis_cluster: RedisCluster
+) -> None:
     _empty(redis_cluster)
-    keys = keys_of(60)
-    lost = redis_cluster.servers[1]
+    keys, node = keys_of(60), redis_cluster.servers[1]
     async with opened(redis_cluster.url) as store:
         assert await put(store, keys) == [HIT] * 60
-        lost.kill()
-        results = await get(store, keys)
-        assert Counter(results) == {HIT: results.count(HIT), FAILED: results.count(FAILED)}
-        assert 5 < results.count(FAILED) < 55
-        assert await get(store, keys) == results
-        lost.start()
-        redis_cluster._wait()
+    async with opened(f"{redis_cluster.url}?stall=0.3") as store:
+        getattr(node, how)()
+        try:
+            results = await get(store, keys)
+            assert set(results) == {HIT, FAILED}
+            assert 5 < results.count(FAILED) < 55
+            began = asyncio.get_running_loop().time()
+            assert await get(store, keys) == results
+            assert asyncio.get_running_loop().time() - began < 0.25
+        finally:
+            node.start() if how == "kill" else node.resume()
+        redis_cluster.wait()
 
         async def whole() -> bool:
             return FAILED not in await get(store, keys)
 
         await until(whole)
-        again = await get(store, keys)
-        assert [MISS if result is FAILED else HIT for result in results] == again
+        gone = MISS if how == "kill" else HIT
+        assert await get(store, keys) == [gone if result is FAILED else HIT for result in results]
         assert await put(store, keys) == [HIT] * 60
-
-
-async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: RedisCluster) -> None:
-    _empty(redis_cluster)
-    keys = keys_of(60)
-    hung = redis_cluster.servers[0]
-    async with opened(redis_cluster.url) as store:
-        assert await put(store, keys) == [HIT] * 60
-    async with opened(f"{redis_cluster.url}?stall=0.3") as store:
-        hung.hang()
-        try:
-            results = await get(store, keys)
-            assert {HIT, FAILED} == set(results)
-            began = asyncio.get_running_loop().time()
-            assert await get(store, keys) == results
-            assert asyncio.get_running_loop().time() - began < 0.25
-        finally:
-            hung.resume()
-
-        async def whole() -> bool:
-            return await get(store, keys) == [HIT] * 60
-
-        await until(whole)
 
 
 # Ranks that share one Redis: each writes its own shards, one writes for all what is replicated, and a new group of
@@ -231,6 +215,14 @@ def test_a_new_group_finds_what_ranks_have_stored_together(
 
 
 # Its map: a router beside scripted servers.
+
+
+def slot_map(*slots: tuple[int, int, HostPort]) -> bytes:
+    """What a server says who asks for the map of a cluster in which these servers have the slots from first to last."""
+    return b"*%d\r\n" % len(slots) + b"".join(
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (first, last, len(host), host.encode(), port)
+        for first, last, (host, port) in slots
+    )
 
 
 async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
@@ -296,12 +288,7 @@ async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
                 if b"SLOTS" not in request:
                     writer.write(b"+PONG\r\n")
                 elif maps[name] < until_maps:
-                    slots = [(0, 8191, places[0]), (8192, 16383, places[1])]
-                    writer.write(b"*2\r\n" + b"".join(
-                        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n"
-                        % (first, last, len(place.host), place.host.encode(), place.port)
-                        for first, last, place in slots
-                    ))
+                    writer.write(slot_map((0, 8191, places[0]), (8192, 16383, places[1])))
                 maps[name] += b"SLOTS" in request
 
         return script
@@ -326,7 +313,6 @@ async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asy
     """A cluster's router that is reading the map anew from its first server, which has all slots and says a byte of the
     map now and then; a request to that server; and whether the second server was asked for the map."""
     maps, drips, asked = Counter[str](), asyncio.Event(), asyncio.Event()
-    one_map = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
 
     def serves(name: str) -> Script:
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -336,7 +322,7 @@ async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asy
                     continue
                 maps[name] += 1
                 if name == "well" or maps[name] == 1:
-                    writer.write(one_map % port)
+                    writer.write(slot_map((0, 16383, HostPort("", port))))
                     asked.set() if name == "well" else None
                     continue
                 writer.write(b"*1000000\r\n")
@@ -466,18 +452,13 @@ async def test_a_server_that_says_a_byte_now_and_then_is_a_time_out() -> None:
             await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?stall=0.1"), LAYOUT)
 
 
-def one_for_all(port: int) -> bytes:
-    """The map of a cluster of one."""
-    return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
-
-
 @pytest.mark.parametrize("where", [
     b"", b" ", b" x", b" 1", b" 1 h", b" 1 h:", b" 1 h:x", b" 1 h:99999999", b" 99999 h:1", b" -1 h:1", b" 1 h:0",
 ])  # fmt: skip
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 async def test_a_redirection_to_nowhere_is_none(word: bytes, where: bytes) -> None:
     def answer(words: bytes, port: int) -> bytes:
-        return one_for_all(port) if b"SLOTS" in words else b"-%b%b\r\n" % (word, where)
+        return slot_map((0, 16383, HostPort(HOST, port))) if b"SLOTS" in words else b"-%b%b\r\n" % (word, where)
 
     async with saying(answer, "cluster=on") as backend:
         with pytest.raises(Unavailable, match=word.decode()):
@@ -492,7 +473,7 @@ async def test_servers_that_redirect_for_ever_are_asked_a_few_times(word: bytes)
     def answer(words: bytes, port: int) -> bytes:
         nonlocal asked
         if b"SLOTS" in words:
-            return one_for_all(port)
+            return slot_map((0, 16383, HostPort(HOST, port)))
         asked += words.count(b"EXISTS")
         return b"+OK\r\n" * words.count(b"ASKING") + b"-%b 1 127.0.0.1:%d\r\n" % (word, port)
 
@@ -511,7 +492,7 @@ async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
         if b"SLOTS" not in words:
             return b":1\r\n"
         asked.append(words)
-        return one_for_all(port) if len(asked) == 1 else b"*1\r\n:1\r\n"
+        return slot_map((0, 16383, HostPort(HOST, port))) if len(asked) == 1 else b"*1\r\n:1\r\n"
 
     async with saying(answer, "cluster=on") as backend:
         backend._router._stale = True
