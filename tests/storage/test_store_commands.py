@@ -37,13 +37,13 @@ from asynccache.storage import (
 from asynccache.testing.backend_suite import LAYOUT, keys_of
 from tests.storage import pages_kit
 from tests.storage.pages_kit import open_at
+from tests.stores.server import ours
 
 pytestmark = pytest.mark.usefixtures('plug_ins')
 
 # ``asynccache store``: the text, the JSON, the exit status, and progress for those who wait.
 
 
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -397,8 +397,7 @@ def test_a_step_that_was_told_at_once_and_takes_long_is_shown(monkeypatch: pytes
 def test_neither_the_commands_nor_the_benchmark_import_torch() -> None:
     code = "import sys, asynccache.cli.store, asynccache.cli.bench, asynccache_backends.file as _;" \
            "sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=ours()).returncode == 0
 
 
 # The store benchmark measures what it says, on any backend, without torch.

@@ -12,15 +12,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from asynccache.storage import CheckedStore, PageKey, Result
 from asynccache.testing.backend_suite import page_key
 from tests.storage.pages_kit import fill, get, put
 from tests.stores.kinds import opened
+from tests.stores.server import ours
 
 BATCH = 20
-ROOT = Path(__file__).parents[2]
 
 Said = dict[str, set[int]]
 """The batches of which each word was said."""
@@ -32,9 +31,8 @@ def batch_keys(round_: int, batch: int) -> list[PageKey]:
 
 
 def child(url: str, round_: int, *more: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    return subprocess.Popen([sys.executable, __file__, url, str(round_), *more], stdout=subprocess.PIPE, text=True,
-                            env=environment)  # fmt: skip
+    command = [sys.executable, __file__, url, str(round_), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ours())
 
 
 def killed_after(lines: int, url: str, round_: int) -> Said:

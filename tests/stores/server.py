@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 READY_WITHIN = 30.0
 HUNG = 0.8
@@ -34,6 +35,12 @@ class CannotStart(Exception):
 
 class NowhereRequired(CannotStart):
     """One whose test is skipped also where the stores are required."""
+
+
+def ours(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that runs code of this checkout."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "backends", "scheduler_shim"))
+    return {**os.environ, "PYTHONPATH": path, **(more or {})}
 
 
 def required() -> bool:

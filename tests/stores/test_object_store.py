@@ -72,6 +72,11 @@ def nothing_hangs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return folder_url(tmp_path)
+
+
 async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
@@ -85,8 +90,8 @@ async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
         assert two.stats()["footers_read"] == 3
 
 
-async def test_without_refresh_others_pages_are_not_looked_for(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as one, opened(folder_url(tmp_path)) as two:
+async def test_without_refresh_others_pages_are_not_looked_for(url: str) -> None:
+    async with opened(url) as one, opened(url) as two:
         await fill(one, some_keys("0", 5))
         assert set(await two.exists(some_keys("0", 5))) == {MISS}
         assert two.stats()["lists"] == 1
@@ -105,8 +110,7 @@ async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_
         assert await get(one, keys) == [HIT, MISS, HIT, HIT, HIT]
 
 
-async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_what_another_cleared_is_a_miss(tmp_path: Path, url: str) -> None:
     async with opened(url) as one, opened(url) as two:
         keys = some_keys("0", 5)
         await fill(one, keys)
@@ -126,10 +130,10 @@ def name_ahead(seconds: float) -> str:
 
 @pytest.mark.parametrize("ahead", [3600.0, 48 * 3600.0, 2**48 / 1000])
 async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_again(
-    tmp_path: Path, ahead: float, monkeypatch: pytest.MonkeyPatch
+    url: str, ahead: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every process, by whose clock they are not born yet."""
-    url, keys, others = folder_url(tmp_path), some_keys("ahead", 3), some_keys("now", 2)
+    keys, others = some_keys("ahead", 3), some_keys("now", 2)
     async with opened(url) as store:
         clock = bare(store)._catalog.clock
         with monkeypatch.context() as patch:
@@ -147,8 +151,7 @@ async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_
         assert await get(store, keys + others) == [HIT] * 5
 
 
-async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path, url: str) -> None:
     keys = some_keys("0", 4)
     async with opened(url) as one, opened(url) as two:
         await asyncio.gather(fill(one, keys), fill(two, keys))
@@ -179,8 +182,8 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
         await until(lambda: told == {key.key for key in keys[3:]}, "told")
 
 
-async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as store:
+async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path, url: str) -> None:
+    async with opened(url) as store:
         for n in range(4):
             await fill(store, some_keys(str(n), 2))
         found = []
@@ -192,8 +195,8 @@ async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
         assert found == [2, 2, 0, 2]
 
 
-async def test_small_puts_share_packs(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as store:
+async def test_small_puts_share_packs(tmp_path: Path, url: str) -> None:
+    async with opened(url) as store:
         keys = some_keys("0", 100)
         assert await asyncio.gather(*(bare(store).put([key], [record_of(key)]) for key in keys)) == [[HIT]] * 100
         assert 2 <= len(packs(tmp_path)) <= 4
@@ -203,8 +206,8 @@ async def test_small_puts_share_packs(tmp_path: Path) -> None:
         assert store.stats()["range_reads"] <= 4
 
 
-async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as store:
+async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path, url: str) -> None:
+    async with opened(url) as store:
         await fill(store, some_keys("0", 4))
         await fill(store, some_keys("1", 4))
         await store.delete(some_keys("0", 4)[:3])
@@ -215,11 +218,11 @@ async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> Non
 
 
 async def test_what_a_rule_of_the_bucket_has_removed_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packs become misses and are stored again; tombstones take no memory any more, and a young one stays."""
     keys = some_keys("0", 4)
-    async with opened(folder_url(tmp_path)) as store:
+    async with opened(url) as store:
         catalog = bare(store)._catalog
         hour_ago = time.time() - 3600
         monkeypatch.setattr(catalog.clock, "now", lambda: hour_ago)
@@ -259,8 +262,7 @@ async def check(url: str, count: int, missing: tuple[int, ...] = ()) -> dict[str
         return dict(store.stats())
 
 
-async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path, url: str) -> None:
     await fill_packs(url, 10)
     assert (await check(url, 10))["footers_read"] == 10
     await fill_packs(url, 70)                          # enough to be saved when it is closed
@@ -273,8 +275,7 @@ async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
-async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
-    url = folder_url(tmp_path)
+async def test_a_snapshot_is_not_needed(tmp_path: Path, url: str, harm: str) -> None:
     await fill_packs(url, 70)
     (path,) = objects(tmp_path, "index")
     data = bytearray(path.read_bytes())
@@ -288,8 +289,7 @@ async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
     assert stats["bad_snapshots"] == (harm != "remove")
 
 
-async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path: Path, url: str) -> None:
     await fill_packs(url, 70)
     for path in packs(tmp_path)[:3]:
         path.unlink()
@@ -299,8 +299,7 @@ async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path
     assert (await check(url, 70, missing=(0, 1, 2)))["vanished_packs"] == 3
 
 
-async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_deletions_outlive_the_store(url: str) -> None:
     await fill_packs(url, 70)
     keys = some_keys("0", 4)
     async with opened(url) as store:
@@ -316,8 +315,7 @@ async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "cut within", "empty", "foreign", "other", "gone"])
-async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: Path, harm: str) -> None:
-    url = folder_url(tmp_path)
+async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: Path, url: str, harm: str) -> None:
     await fill_packs(url, 3)
     path = packs(tmp_path)[1]
     data = path.read_bytes()
@@ -342,19 +340,18 @@ async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: 
     assert stats["unreadable_packs"] == (harm != "gone")
 
 
-async def test_a_pack_of_another_record_schema_is_left_alone(tmp_path: Path) -> None:
+async def test_a_pack_of_another_record_schema_is_left_alone(url: str) -> None:
     other = StoreLayout(LAYOUT.page_bytes, sha256(b"other").digest())
-    async with opened(folder_url(tmp_path), other) as store:
+    async with opened(url, other) as store:
         await fill(store, some_keys("0", 4))
-    async with opened(folder_url(tmp_path)) as store:
+    async with opened(url) as store:
         assert set(await get(store, some_keys("0", 4))) == {MISS}
         await fill(store, some_keys("1", 4))
-    async with opened(folder_url(tmp_path), other) as store:
+    async with opened(url, other) as store:
         assert set(await get(store, some_keys("0", 4))) == {HIT}
 
 
-async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path: Path, url: str) -> None:
     await fill_packs(url, 1)
     (path,) = packs(tmp_path)
     data = bytearray(path.read_bytes())
@@ -367,11 +364,11 @@ async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path
         assert await get(store, keys) == [HIT, MISS, HIT, HIT]
 
 
-async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
+async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path, url: str) -> None:
     (tmp_path / "packs").mkdir()
     theirs = tmp_path / "packs" / "readme.txt"
     theirs.write_text("hello")
-    async with opened(folder_url(tmp_path)) as store:
+    async with opened(url) as store:
         await fill(store, some_keys("0", 4))
         await store.delete(some_keys("0", 4))
     assert theirs.read_text() == "hello"
@@ -432,13 +429,13 @@ SMALL = StoreLayout({"full": 8 << 10}, LAYOUT.schema)              # copied firs
 
 
 @pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
+def s3_url(request: pytest.FixtureRequest) -> str:
     return store_url("s3", request, fresh_name())
 
 
 @pytest.mark.slow
-async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url: str) -> None:
-    backend = await open_backend(url, SMALL)
+async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, s3_url: str) -> None:
+    backend = await open_backend(s3_url, SMALL)
     keys = some_keys("share", 5)
     s3_server.hang()
     try:
@@ -462,10 +459,10 @@ async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url
 @pytest.mark.slow
 @pytest.mark.parametrize("refusal", [QUOTA, DISKS], ids=["quota", "disks"])
 async def test_a_full_server_refuses_pages_and_serves_what_it_has(
-    s3_server: MotoServer, url: str, refusal: Refusal
+    s3_server: MotoServer, s3_url: str, refusal: Refusal
 ) -> None:
     with FullProxy(s3_server.port) as proxy:
-        async with opened(url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
+        async with opened(s3_url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
             old, new = some_keys("old", 8), some_keys("new", 8)
             await fill(store, old)
             proxy.full(refusal)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -27,12 +26,12 @@ from asynccache.worker.pool_layout import PoolMap
 from tests import warm
 from tests.sidecars.sidecar_kit import deepseek, everything, needed, opened, page_hashes, serve, solid, stack, text
 from tests.stores.kinds import ATTACHED, fresh_seed, store_url
+from tests.stores.server import ROOT, ours
 
 # Two processes on one store, with the replay tool: what one has stored, the other hits; and both at the same time are
 # harmless. Every page that either reads is verified.
 
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED = tuple(kind for kind in ATTACHED if kind != "file")  # a folder is one process's at a time
 BLOCK = 512
 WITHIN = 120.0
@@ -80,11 +79,8 @@ def here(kind: str, made: Path, url: str) -> dict[str, Any]:
 
 def replay(made: Path, url: str) -> subprocess.Popen[str]:
     """A replay by another process."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
     command = [sys.executable, "-m", "asynccache", *words(made, url, "-")]
-    return warm.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    return warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ours())
 
 
 def report(process: subprocess.Popen[str]) -> dict[str, Any]:

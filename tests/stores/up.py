@@ -1,4 +1,4 @@
-"""The real stores on loopback, for CI and for a person: ``python tests/stores/up.py install|up|down|status``.
+"""The real stores on loopback, for CI and for a person: ``python tests/stores/up.py install|up|down``.
 
 What runs is in ``build/stores/running.json``: the process groups, each with the start time of its leader, so that
 nothing is ended that has only inherited a number. What the stores hold is thrown away with them. A store that cannot
@@ -66,7 +66,7 @@ class Running(TypedDict):
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it; the exit status is 1 if something that was asked for is not there."""
     parser = argparse.ArgumentParser(prog="up.py", description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("action", choices=("install", "up", "down", "status"))
+    parser.add_argument("action", choices=("install", "up", "down"))
     parser.add_argument("--s3", choices=("moto", "ceph"), default="moto", help="which S3 server (default: moto)")
     parser.add_argument("--only", metavar="NAMES", default=",".join(KINDS), help=f"of {','.join(KINDS)}")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "stores", help="where they live")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stores = Stores(args.folder)
     if args.action == "up":
         return up(stores, kinds, args.any_port)
-    return down(stores, names) if args.action == "down" else status(stores)
+    return down(stores, names)
 
 
 # what the system has to have
@@ -230,18 +230,9 @@ def tell(groups: Sequence[int], number: signal.Signals) -> None:
             os.killpg(group, number)
 
 
-def status(stores: Stores) -> int:
-    """Say what runs; the exit status is 1 if something that was started does not."""
-    show(stores)
-    return 0 if all(map(stores.alive, stores.running)) else 1
-
-
 def show(stores: Stores) -> None:
     """A table of the stores, and what a client's environment needs."""
-    if not stores.running:
-        print("no store runs; make stores-up starts them")
-        return
-    width = max(map(len, stores.running))
+    width = max(map(len, stores.running), default=0)
     for name, known in stores.running.items():
         pids = " ".join(str(pid) for pid, _ in known["groups"])
         print(f"{name:{width}}  {f'pid {pids}' if stores.alive(name) else 'DEAD'}")
