@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.folder import Manifest, pack_manifest
-from asynccache_backends.file.segments import BLOCK_BYTES, DELETION, HEAD_BYTES
+from asynccache_backends.file.segments import BLOCK_BYTES, HEAD_BYTES
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
@@ -212,20 +212,6 @@ async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
     await store.aclose()
     edit(segment(tmp_path / "crashed"), flip(FIRST_GROUP + BLOCK_BYTES + 18 * FULL + HEAD_BYTES))
     assert (await reopened(tmp_path / "crashed"))[0] == [Result.HIT] * 50 + [Result.MISS] + [Result.HIT] * 9
-
-
-async def test_a_deletion_speaks_of_earlier_copies_only(crashed: Path) -> None:
-    """Its block says before which place; where the block itself lies does not matter."""
-    store = await open_at(crashed)
-    await store.delete(KEYS[:2])
-    await fill(store, KEYS[:1])
-    log = file_backend(store)._log
-    (deletions,) = log.segments[1].deletions
-    places = [place for _, *place in DELETION.iter_unpack(deletions.directory)]
-    assert places == [[1, FIRST_GROUP + BLOCK_BYTES + 18 * FULL]] * 2
-    await asyncio.wait([log.begin(0, deletions.directory)])
-    await store.aclose()
-    assert (await reopened(crashed))[0] == [Result.HIT, Result.MISS] + [Result.HIT] * 58
 
 
 async def test_pages_put_after_a_restart_go_into_the_same_segment(closed: Path) -> None:

@@ -116,12 +116,6 @@ def test_what_has_no_weights_is_refused_by_name(tmp_path: Path, broken: str) -> 
         weights_digest(folder)
 
 
-@pytest.mark.parametrize("value", [None, 1, b"model", "", ["model"]])
-def test_what_is_no_path_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="model"):
-        weights_digest(value)  # type: ignore[arg-type]
-
-
 def hub_cache(folder: Path, name: str, **more: bytes) -> Path:
     """A Hugging Face cache with one model: its snapshot has links to blobs, as the hub's own client makes them."""
     repo = folder / ("models--" + name.replace("/", "--"))
