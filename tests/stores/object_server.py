@@ -13,7 +13,7 @@ from email.utils import formatdate
 from typing import Self
 from urllib.request import Request, urlopen
 
-from tests.stores.server import HOST, CannotStart, NowhereRequired, Server, await_start, free_port, path_of
+from tests.stores.server import HOST, CannotStart, NowhereRequired, Server, await_start, path_of
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "asynccache", "AWS_SECRET_ACCESS_KEY": "asynccache-secret"}
 """Any will do for ``moto_server``, but some must be."""
@@ -171,8 +171,8 @@ class CephServer(S3Server):
     missing = NowhereRequired
     ready_within = PATIENCE
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(port)
+    def __init__(self) -> None:
+        super().__init__()
         self._fsid = str(uuid.uuid4())
         self._monitor = _Daemon(self, "ceph-mon", ["-i", "a"])
         self._osd = _Daemon(self, "ceph-osd", ["-i", "0"])
@@ -275,7 +275,7 @@ class _Daemon(Server):
     ready_within = PATIENCE
 
     def __init__(self, cluster: CephServer, program: str, words: Sequence[str]) -> None:
-        super().__init__(free_port())
+        super().__init__()
         self.program = program
         self._cluster = cluster
         self._words = words

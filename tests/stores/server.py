@@ -114,7 +114,7 @@ class Server(Entered):
     missing: type[CannotStart] = CannotStart
     ready_within = READY_WITHIN
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0) -> None:         # 0: a free one
         self.port = port or free_port()
         self.folder = Path(tempfile.mkdtemp(prefix=f"asynccache-{type(self).__name__.lower()}-"))
         self._process: subprocess.Popen[bytes] | None = None

@@ -42,11 +42,11 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_redis_comes_up_stays_and_goes(folder: Path) -> None:
     RedisServer.installed()
-    first = run(folder, "up", "--only", "redis", "--any-port")
+    first = run(folder, "up", "--only", "redis")
     assert first.returncode == 0, first.stderr
     port = int(re.findall(r"redis://127\.0\.0\.1:(\d+)", first.stdout)[0])
     assert listens(port)                                # the script has ended, the server has not
-    again = run(folder, "up", "--only", "redis", "--any-port")
+    again = run(folder, "up", "--only", "redis")
     assert again.stdout == first.stdout
     assert "starting" not in again.stderr
     [(pid, _)] = json.loads((folder / "running.json").read_text())["redis"]["groups"]
@@ -60,13 +60,13 @@ def test_redis_comes_up_stays_and_goes(folder: Path) -> None:
 
 def test_one_that_died_is_said_and_started_again(folder: Path) -> None:
     RedisServer.installed()
-    assert run(folder, "up", "--only", "redis", "--any-port").returncode == 0
+    assert run(folder, "up", "--only", "redis").returncode == 0
     stores = up.Stores(folder)
     [(pid, started)] = stores.running["redis"]["groups"]
     os.kill(pid, signal.SIGKILL)
     while up.started_at(pid):
         pass
-    again = run(folder, "up", "--only", "redis", "--any-port")
+    again = run(folder, "up", "--only", "redis")
     assert (again.returncode, again.stderr) == (0, "redis: starting\n")
     assert [pid, started] not in list(map(list, up.Stores(folder).running["redis"]["groups"]))
 
@@ -95,7 +95,7 @@ def test_a_store_that_cannot_start_is_said_and_the_others_start(
 ) -> None:
     begun: list[str] = []
 
-    def start(kind: up.Kind, folder: Path, any_port: bool) -> up.Running:
+    def start(kind: up.Kind, folder: Path) -> up.Running:
         begun.append(kind.name)
         if kind.name == "RedisServer":
             raise CannotStart("redis-server is not installed: make stores-install")
