@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -23,7 +23,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.main import main
 from asynccache.configuration import read_config
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install as how_to_install
 from asynccache.metrics import CacheCollector
 from asynccache.redaction import is_secret, redacted
@@ -456,32 +456,25 @@ URLS = (
     f"vault://host?endpoint=http://u:{CANARY}@proxy:80&x=1",
 )
 
-MODULE = '''
-from asynccache_backends.memory import MemoryBackend
-from asynccache.errors import Unavailable
-from asynccache.storage import parse_url
-
-GOT = []
-
 class Vault(MemoryBackend):
+    """Its URLs have secrets."""
+
+    got: ClassVar[list[ParsedUrl]] = []
+
     @classmethod
-    async def open(cls, url, layout):
-        GOT.append((url.path, dict(url.options)))
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        cls.got.append(url)
         if "down" in url.options:
             raise Unavailable(f"{url} does not answer")
-        return await MemoryBackend.open(parse_url("memory:"), layout)
-'''
+        return cls()
 
 
 @pytest.fixture
-def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An installed backend whose URL has secrets."""
-    (tmp_path / "vault_backend_of_test.py").write_text(MODULE)
-    install(tmp_path, monkeypatch, vault="vault_backend_of_test:Vault")
-    monkeypatch.delitem(sys.modules, "vault_backend_of_test", raising=False)
-    import vault_backend_of_test  # type: ignore[import-not-found]
-
-    return vault_backend_of_test
+def vault(monkeypatch: pytest.MonkeyPatch) -> type[Vault]:
+    others = attachment.backend_class
+    monkeypatch.setattr(attachment, "backend_class", lambda scheme: Vault if scheme == "vault" else others(scheme))
+    Vault.got.clear()
+    return Vault
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -525,7 +518,7 @@ def test_what_is_wrong_with_a_url_is_said_without_it(text: str, said: str) -> No
     assert CANARY not in str(told.value)
 
 
-async def test_a_cache_says_nothing(vault: Any) -> None:
+async def test_a_cache_says_nothing(vault: type[Vault]) -> None:
     settings = config(URLS[0], storage_options={"password": CANARY})
     async with AsyncCache(settings) as cache:
         await cache.flush()
@@ -533,11 +526,10 @@ async def test_a_cache_says_nothing(vault: Any) -> None:
         explained = await cache.explain([1])
         for shown in (cache, settings, cache._worker, cache._head, cache.statistics(), metrics, explained):
             assert CANARY not in repr(shown)
-    path, options = vault.GOT[0]
-    assert (path, options) == (f"me:{CANARY}@host:6379/0", {"password": CANARY})
+    assert (vault.got[0].path, vault.got[0].options) == (f"me:{CANARY}@host:6379/0", {"password": CANARY})
 
 
-async def test_a_store_that_cannot_be_opened_is_named_without_it(vault: Any) -> None:
+async def test_a_store_that_cannot_be_opened_is_named_without_it(vault: type[Vault]) -> None:
     for settings in (config(URLS[0] + "?down=1"), config(URLS[6] + "&down=1"), config("memory:?password=" + CANARY)):
         with pytest.raises(Exception) as told:
             async with AsyncCache(settings):
@@ -551,11 +543,11 @@ SMALL = ["--rate", "0", "--requests", "8", "--concurrency", "4", "--bytes-per-to
 
 @pytest.mark.parametrize("url", [URLS[0], URLS[8]])
 def test_a_run_and_its_reports_say_nothing(
-    url: str, vault: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    url: str, vault: type[Vault], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     page, report = tmp_path / "report.html", tmp_path / "report.json"
     assert main(["stress", *SMALL, "--storage", url, "--json", str(report), "--report", str(page)]) == 0
-    assert vault.GOT, "the backend was opened"
+    assert vault.got, "the backend was opened"
     out = "".join(capfd.readouterr())
     assert json.loads(report.read_text())["settings"]["storage"].startswith("vault:")
     for text in (out, report.read_text(), page.read_text()):

@@ -17,7 +17,6 @@ from tests.storage.pages_kit import get, put
 from tests.stores.kinds import backend_at, opened, until_answered
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
-from tests.stores.test_redis_connection import connected, silent
 from tests.waiting import until
 
 # A real server that is killed, hung, emptied, full, or wants to know who asks.
@@ -228,27 +227,6 @@ async def test_after_a_put_that_asked_for_room_and_was_cancelled_the_next_one_as
 
 
 # A refusal of a Redis server is heard at once, and a command that it has not done is not taken for done.
-
-
-@pytest.mark.parametrize("cut", range(1, 24))
-async def test_refusals_in_two_parts_are_heard_at_once(cut: int) -> None:
-    """However few of their bytes come at once."""
-    text, came = b"-OOM x\r\n" * 3, asyncio.Event()
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1 << 20)
-        writer.write(text[:cut])
-        await came.wait()
-        writer.write(text[cut:])
-        await silent(reader, writer)
-
-    async with connected(script) as connection:
-        asking = asyncio.ensure_future(connection.ask([(b"x", None)] * 3))
-        for _ in range(3):
-            await asyncio.sleep(0.001)
-        came.set()
-        async with asyncio.timeout(2):
-            assert [(reply.code, str(reply)) for reply in await asking] == [("OOM", "OOM x")] * 3
 
 
 @pytest.mark.parametrize("forbidden", ["strlen", "unlink"])

@@ -222,12 +222,6 @@ def test_names_of_pools_are_refused(name: str) -> None:
         base("memory:", sidecars=[Sidecar(name=name, indices_from="full", bytes_per_page=8)])
 
 
-@pytest.mark.parametrize("model", ["\ud800", "a\udcffb"])
-def test_a_model_that_is_no_text_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match="model"):
-        replace(base("memory:"), model=model)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["..", ".", "-rf", "__class__", "насос", "x" * 200])
 async def test_odd_names_of_pools_are_harmless_or_refused(name: str, url: str) -> None:

@@ -240,21 +240,6 @@ def test_a_store_is_looked_at_measured_verified_and_cleared(store: str, commands
     assert empty.out == "0 pages, 0 B\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_old_pages_are_collected(commands: Commands) -> None:
-    _, young, dry, gc, empty = commands(
-        f"fill {GOOD} 0", "store gc URL --older-than 1h --json -", "store gc URL --older-than 0s --dry-run --json -",
-        "store gc URL --older-than 0s --json -", "store ls URL",
-    )  # fmt: skip
-    assert (young.status, young.json["pages"]) == (0, 0)
-    pages = 2 * GOOD
-    size = GOOD * (FULL + ODD + 2 * HEADER_BYTES)
-    assert (dry.json["pages"], dry.json["size"], dry.json["unknown"]) == (pages, size, 0)
-    assert (gc.status, gc.json["pages"]) == (0, pages)
-    assert empty.out == "0 pages, 0 B\n"
-
-
 @pytest.mark.parametrize("store", ["host?label=chat"], indirect=True)
 def test_a_label_is_told_with_what_it_was_asked_for(commands: Commands) -> None:
     _, before, _, after = commands(f"fill {GOOD} 0", "store stat URL", "store verify URL", "store stat URL")
