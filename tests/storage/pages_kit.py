@@ -74,6 +74,22 @@ def until(there: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def blank(size: int) -> Record:
+    """In memory of its own that can only be unmapped when nobody holds it."""
+    return Record(memoryview(mmap.mmap(-1, 64)), memoryview(mmap.mmap(-1, max(1, size)))[:size])
+
+
+def is_free(record: Record) -> bool:
+    """Whether nobody but the caller holds the memory of ``blank``, which is gone then."""
+    maps = [view.obj for view in record]
+    for view in record:
+        view.release()
+    for memory in maps:
+        assert isinstance(memory, mmap.mmap)
+        memory.close()
+    return True
+
+
 def thread_names() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asynccache"))
 

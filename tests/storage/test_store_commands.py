@@ -38,8 +38,6 @@ from tests.storage import pages_kit
 from tests.storage.pages_kit import open_at
 from tests.stores.server import ours
 
-pytestmark = pytest.mark.usefixtures('plug_ins')
-
 # ``asynccache store``: the text, the JSON, the exit status, and progress for those who wait.
 
 

@@ -42,7 +42,6 @@ from asynccache.storage import (
 from asynccache.storage.checked import store_layout
 from asynccache.storage.url import StoreOptions, take_options
 from tests import bare
-from tests.storage.conftest import install
 from tests.stores.mooncake_server import MooncakeMaster
 
 PAGE = 4
@@ -392,6 +391,16 @@ def test_urls(text: str, scheme: str, path: str, options: dict[str, str]) -> Non
 
 def test_options_given_apart_win() -> None:
     assert parse_url("file:/x?capacity=1", {"capacity": "2"}).options == {"capacity": "2"}
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    """``backends`` as an installed distribution offers them. What else lies in ``folder`` can be imported."""
+    info = folder / "plugins-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
+    offered = "".join(f"{name} = {where}\n" for name, where in backends.items())
+    (info / "entry_points.txt").write_text(f"[asynccache.backends]\n{offered}")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,24 +58,10 @@ MISS, HIT, CORRUPT, FAILED = Result
 Script = Callable[[Sequence[str]], list[int]]
 
 
-class ReplicateConfig:
-    """The library's, as far as it is used."""
-
-    replica_num = 1
-
-
-class Descriptor:
+def descriptor(size: int) -> object:
     """A replica of ``size`` bytes, as the library describes it."""
-
-    def __init__(self, size: int) -> None:
-        self.buffer_descriptor = self
-        self.size = size
-
-    def is_memory_replica(self) -> bool:
-        return True
-
-    def get_memory_descriptor(self) -> Descriptor:
-        return self
+    memory = SimpleNamespace(buffer_descriptor=SimpleNamespace(size=size))
+    return SimpleNamespace(is_memory_replica=lambda: True, get_memory_descriptor=lambda: memory)
 
 
 class Scripted:
@@ -112,8 +99,8 @@ class Scripted:
     def remove_by_regex(self, pattern: str, force: bool) -> int:
         return self._answers.pop(0)[0]
 
-    def batch_get_replica_desc(self, names: Sequence[str]) -> dict[str, list[Descriptor]]:
-        return {name: [Descriptor(size)] for name, size in zip(names, self._sizes, strict=False)}
+    def batch_get_replica_desc(self, names: Sequence[str]) -> dict[str, list[object]]:
+        return {name: [descriptor(size)] for name, size in zip(names, self._sizes, strict=False)}
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +111,7 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def opened(library: Scripted) -> AsyncIterator[MooncakeBackend]:
     settings = settings_of(parse_url(f"mooncake://{HOST}:{free_port()}"))  # nobody listens there
-    names = {"ReplicateConfig": ReplicateConfig, "MooncakeDistributedStore": staticmethod(lambda: library)}
+    names = {"ReplicateConfig": SimpleNamespace, "MooncakeDistributedStore": staticmethod(lambda: library)}
     backend = MooncakeBackend(settings, MooncakeClient(settings, HOST, type("Module", (), names)))
     yield backend
     await backend.aclose()

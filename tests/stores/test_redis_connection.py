@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.storage import HostPort, Record, Result, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT, page_key
+from tests.storage.pages_kit import blank, is_free
 from tests.stores.redis_server import Certificate
 from tests.stores.server import HOST, free_port
 from tests.waiting import until
@@ -93,22 +94,6 @@ async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     """Does not even read."""
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     await asyncio.Event().wait()
-
-
-def blank(size: int) -> Record:
-    """In memory of its own that can only be unmapped when nobody holds it."""
-    return Record(memoryview(mmap.mmap(-1, 64)), memoryview(mmap.mmap(-1, size))[:size])
-
-
-def is_free(record: Record) -> bool:
-    """Whether nobody but the caller holds the memory."""
-    maps = [view.obj for view in record]
-    for view in record:
-        view.release()
-    for memory in maps:
-        assert isinstance(memory, mmap.mmap)
-        memory.close()
-    return True
 
 
 def fetching(*records: Record) -> list[Request]:
