@@ -98,11 +98,6 @@ def put_in_place(path: Path, make: Callable[[Path], None]) -> None:
     make(path)
 
 
-def make_folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
 def precious(store: Path) -> str:
     return store.with_name("precious").read_text()
 
@@ -122,7 +117,7 @@ async def test_something_strange_in_the_place_of_a_file_is_refused_by_name(store
 
 async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_name(tmp_path: Path) -> None:
     """A file is written beside the one that it replaces, and nothing is written through a link."""
-    where = make_folder(tmp_path / "store")
+    (where := tmp_path / "store").mkdir()
     link_to_a_file(where / LEFTOVER)
     with pytest.raises(Unavailable, match=f"store folder '{where}': {where / LEFTOVER} is a symbolic link"):
         await used(where)
@@ -132,7 +127,7 @@ async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_nam
 
 
 async def test_what_a_kill_left_half_written_is_written_again(tmp_path: Path) -> None:
-    where = make_folder(tmp_path / "store")
+    (where := tmp_path / "store").mkdir()
     (where / LEFTOVER).write_text("half a file")
     await used(where)
     assert not [left for left in os.listdir(where) if left.endswith(".new")]
@@ -198,18 +193,15 @@ def seed_of(store: Path) -> int:
     return seed
 
 
-def with_footer(store: Path, footer: bytes) -> None:
-    """Put another footer in the place of that of the first segment."""
-    data = (store / SEGMENT).read_bytes()
-    at = data.rindex(FOOTER_MAGIC)
-    (tail,) = struct.unpack_from("<Q", data, at + 24)
-    (store / SEGMENT).write_bytes(data[:tail] + footer)
-
-
 def tail_of(store: Path) -> int:
     data = (store / SEGMENT).read_bytes()
     tail: int = struct.unpack_from("<Q", data, data.rindex(FOOTER_MAGIC) + 24)[0]
     return tail
+
+
+def with_footer(store: Path, footer: bytes) -> None:
+    """Put another footer in the place of that of the first segment."""
+    (store / SEGMENT).write_bytes((store / SEGMENT).read_bytes()[: tail_of(store)] + footer)
 
 
 @pytest.mark.parametrize("footer", [True, False])

@@ -91,9 +91,6 @@ class RedisCluster(Entered):
         options += ["--cluster-require-full-coverage", "no"]
         self.servers = [RedisServer(_port_with_bus(), options=options) for _ in range(3)]
 
-    def __repr__(self) -> str:
-        return f"RedisCluster({self.servers})"
-
     @property
     def url(self) -> str:
         """All three."""
