@@ -34,7 +34,7 @@ PARTS = (
     "tests/engine/test_engine_loads.py::test_processes_that_serve_at_the_same_time_share_one_store",
 )  # fmt: skip
 LEFT_OUT = (
-    "test_required.py", "test_failures.py::test_nothing_goes_wrong_while_a_store_fails",
+    "test_required.py", "test_faults.py::test_nothing_goes_wrong_while_a_store_fails",
     "test_faults.py::test_a_fault_costs_calls_and_nothing_else",
 )  # fmt: skip
 """Of ``tests/stores``: the file that does the same, and tests that take long and need no program but Python."""

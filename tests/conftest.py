@@ -32,8 +32,7 @@ from tests.workers import dealt
 
 _FILE = pytest.StashKey[Path]()
 BOTH_LOOPS = (
-    "runtime", "worker", "shim", "storage/test_backend_conformance.py", "stores/test_conformance.py",
-    "stores/test_redis_connection.py",
+    "runtime", "worker", "shim", "stores/test_conformance.py", "stores/test_redis_connection.py",
 )  # fmt: skip
 """Folders and files whose asynchronous tests run on asyncio and on uvloop: the runtime's, and code that uses sockets
 itself or is called back by a library's threads. All others run on asyncio."""

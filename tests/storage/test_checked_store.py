@@ -25,7 +25,7 @@ from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import in_world
+from tests.storage.pages_kit import Misbehaving, in_world
 
 # CheckedStore against backends that fail, lie, hang and are cancelled, in virtual time.
 
@@ -225,33 +225,20 @@ async def test_a_long_call_goes_in_parts(loop: SimulatedLoop) -> None:
 
 
 @in_world
-async def test_payloads_of_a_wrong_size_or_pool_are_refused(loop: SimulatedLoop) -> None:
-    store = store_on(simulated(loop))
-    with pytest.raises(ConfigError, match=r"'odd'.*1001 bytes, expected 1000"):
-        await store.put(KEYS[:1], [memoryview(bytearray(1001))])
-    with pytest.raises(ConfigError, match="'tea'"):
-        await store.get([PageKey("tea", bytes(32))], [memoryview(bytearray(1000))])
-
-
-@in_world
-async def test_a_released_payload_is_refused_by_name(loop: SimulatedLoop) -> None:
-    store = store_on(simulated(loop))
-    given = payloads()
+async def test_payloads_and_keys_that_are_none_are_refused_by_name(loop: SimulatedLoop) -> None:
+    """Of a wrong size or pool, released, of a pool whose name is no text."""
+    store, given = store_on(simulated(loop)), payloads()
     given[3].release()
-    with pytest.raises(ConfigError, match=r"payloads: <released memory .* is no memoryview of bytes in a row"):
-        await store.put(KEYS, given)
-    with pytest.raises(ConfigError, match="released memory"):
-        await store.get(KEYS, given)
-    await store.aclose()
-
-
-@in_world
-async def test_a_key_whose_pool_is_no_text_is_refused_by_every_call(loop: SimulatedLoop) -> None:
-    store = store_on(simulated(loop))
-    odd = [*KEYS[:2], PageKey(5, KEYS[2].key)]  # type: ignore[arg-type]
-    pages = payloads(KEYS[:3])
-    for call in (store.exists(odd), store.delete(odd), store.put(odd, pages), store.get(odd, pages)):
-        with pytest.raises(ConfigError, match="no PageKey of a text and bytes"):
+    odd, pages = [*KEYS[:2], PageKey(5, KEYS[2].key)], payloads(KEYS[:3])  # type: ignore[arg-type]
+    for call, complaint in (
+        (store.put(KEYS[:1], [memoryview(bytearray(1001))]), r"'odd'.*1001 bytes, expected 1000"),
+        (store.get([PageKey("tea", bytes(32))], [memoryview(bytearray(1000))]), "'tea'"),
+        (store.put(KEYS, given), r"payloads: <released memory .* is no memoryview of bytes in a row"),
+        (store.get(KEYS, given), "released memory"),
+        *((call, "no PageKey of a text and bytes") for call in (
+            store.exists(odd), store.delete(odd), store.put(odd, pages), store.get(odd, pages))),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=complaint):
             await call
     await store.aclose()
 
@@ -277,55 +264,21 @@ async def test_checksums_in_threads_say_the_same(tmp_path: object) -> None:
 # CheckedStore and plug-ins with bugs of their own: errors that no contract names, and calls that never come back.
 
 
-ODD_KEYS = keys_of(3, "odd")
-
-
-def store_of(backend: type[WrappedBackend], **options: Any) -> CheckedStore:
-    return CheckedStore(backend(SimulatedBackend(Random(1))), LAYOUT, threads=0, **options)
-
-
-class Buggy(WrappedBackend):
-    """Raises what no contract names, or answers too little."""
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        return [Result.HIT] * (len(keys) - 1)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        raise ValueError("a bug")
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        raise KeyError("another bug")
-
-
 @in_world
 async def test_a_plug_ins_bug_is_a_failed_call_that_the_breaker_is_told_of(loop: SimulatedLoop) -> None:
-    store = store_of(Buggy, breaker=Breaker(threshold=3))
-    assert await store.exists(ODD_KEYS) == [Result.FAILED] * 3
-    assert await store.put(ODD_KEYS, [record_of(key).payload for key in ODD_KEYS]) == [Result.FAILED] * 3
-    assert await store.get(ODD_KEYS, [blank(key).payload for key in ODD_KEYS]) == [Result.FAILED] * 3
+    buggy = Misbehaving(exists="answers too little", get="has a bug", put="has two")
+    store = store_on(buggy, breaker=Breaker(threshold=3))
+    for answers in (await store.exists(KEYS), await store.put(KEYS, payloads()), await store.get(KEYS, blanks())):
+        assert answers == [Result.FAILED] * 12
     assert store.stats()["failed_calls"] == 3
     assert store.breaker.state is BreakerState.OPEN
     assert isinstance(store.last_error, ValueError)
 
 
-class Hung(WrappedBackend):
-    """Never answers."""
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def clear(self) -> None:
-        await asyncio.Event().wait()
-
-    async def flush(self) -> None:
-        await asyncio.Event().wait()
-
-
 @in_world
 async def test_a_cancelled_call_is_cancelled_and_no_failure(loop: SimulatedLoop) -> None:
-    store = store_of(Hung, breaker=Breaker(threshold=1))
-    call = asyncio.ensure_future(store.exists(ODD_KEYS))
+    store = store_on(Misbehaving(exists="hangs"), breaker=Breaker(threshold=1))
+    call = asyncio.ensure_future(store.exists(KEYS))
     await asyncio.sleep(1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -335,7 +288,7 @@ async def test_a_cancelled_call_is_cancelled_and_no_failure(loop: SimulatedLoop)
 
 @in_world
 async def test_clear_and_flush_have_a_deadline_and_the_breaker_is_told(loop: SimulatedLoop) -> None:
-    store = store_of(Hung, breaker=Breaker(threshold=2), timeout=1.0)
+    store = store_on(Misbehaving(clear="hangs", flush="hangs"), breaker=Breaker(threshold=2), timeout=1.0)
     for call in (store.clear, store.flush):
         with pytest.raises(Timeout):
             await asyncio.wait_for(call(), 10)
@@ -366,17 +319,12 @@ def test_a_sealed_record_verifies() -> None:
     assert bytes(record.header[16:48]) == key.key
 
 
-@pytest.mark.parametrize("bit", range(0, 64 * 8, 7))
-def test_any_flipped_bit_of_the_header_shows(bit: int) -> None:
+@pytest.mark.parametrize(("part", "bit"), [
+    *(("header", bit) for bit in range(0, 64 * 8, 7)), *(("payload", 8 * byte + 7) for byte in (0, 1, 2047, 4095)),
+])  # fmt: skip
+def test_any_flipped_bit_shows(part: str, bit: int) -> None:
     key, record = sealed()
-    record.header[bit // 8] ^= 1 << bit % 8
-    assert verify([key], [record]) == [False]
-
-
-@pytest.mark.parametrize("byte", [0, 1, 2047, 4095])
-def test_any_flipped_bit_of_the_payload_shows(byte: int) -> None:
-    key, record = sealed()
-    record.payload[byte] ^= 0x80
+    getattr(record, part)[bit // 8] ^= 1 << bit % 8
     assert verify([key], [record]) == [False]
 
 

@@ -1,4 +1,4 @@
-"""The file store starts again: after damage, after kill -9, after random walks."""
+"""The file store starts again: after damage, after random walks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +15,16 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.folder import Manifest, pack_manifest
-from asynccache_backends.file.segments import BLOCK_BYTES, DELETION, HEAD_BYTES
+from asynccache_backends.file.segments import BLOCK_BYTES, HEAD_BYTES
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key
-from tests.storage import page_kit
-from tests.storage.file_store_child import BATCH, batch_keys
-from tests.storage.page_kit import edit, file_backend, fill, flip, open_files, opened, put, segment
-from tests.storage.page_kit import get as read
+from tests.storage import pages_kit
+from tests.storage.pages_kit import edit, file_backend, fill, flip, open_files, opened, put, segment
+from tests.storage.pages_kit import get as read
+from tests.stores import filler
 
 # Starts after damage. A crash is simulated by a copy of the folder that is taken while the store is open.
 
@@ -37,7 +35,7 @@ FIRST_GROUP = BLOCK_BYTES + 42 * FULL
 
 
 async def open_at(folder: Path, options: str = "capacity=64MiB&segment=4MiB") -> CheckedStore:
-    return await page_kit.open_at(folder, options)
+    return await pages_kit.open_at(folder, options)
 
 
 async def reopened(folder: Path) -> tuple[list[Result], dict[str, int | float]]:
@@ -216,20 +214,6 @@ async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
     assert (await reopened(tmp_path / "crashed"))[0] == [Result.HIT] * 50 + [Result.MISS] + [Result.HIT] * 9
 
 
-async def test_a_deletion_speaks_of_earlier_copies_only(crashed: Path) -> None:
-    """Its block says before which place; where the block itself lies does not matter."""
-    store = await open_at(crashed)
-    await store.delete(KEYS[:2])
-    await fill(store, KEYS[:1])
-    log = file_backend(store)._log
-    (deletions,) = log.segments[1].deletions
-    places = [place for _, *place in DELETION.iter_unpack(deletions.directory)]
-    assert places == [[1, FIRST_GROUP + BLOCK_BYTES + 18 * FULL]] * 2
-    await asyncio.wait([log.begin(0, deletions.directory)])
-    await store.aclose()
-    assert (await reopened(crashed))[0] == [Result.HIT, Result.MISS] + [Result.HIT] * 58
-
-
 async def test_pages_put_after_a_restart_go_into_the_same_segment(closed: Path) -> None:
     for i in range(3):
         store = await open_at(closed)
@@ -289,78 +273,14 @@ async def test_a_damaged_manifest_is_refused_and_nothing_is_touched(closed: Path
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
-# kill -9 at any moment: the next start serves only what verifies, and everything whose put had returned is there.
-
-
-CHILD = Path(__file__).parent / "file_store_child.py"
-ROOT = CHILD.parents[2]
-def child(url: str, round_: int, what: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    return subprocess.Popen(
-        [sys.executable, str(CHILD), url, str(round_), what],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    )
-
-
-def kill_after(process: subprocess.Popen[str], lines: int) -> dict[str, set[int]]:
-    """Read that many lines, kill, and return what had been said: batches by word."""
-    assert process.stdout is not None
-    said = [process.stdout.readline() for _ in range(lines)]
-    process.kill()
-    said += process.stdout.readlines()
-    process.wait()
-    process.stdout.close()
-    assert process.stdin is not None
-    process.stdin.close()
-    done: dict[str, set[int]] = {"put": set(), "deleted": set(), "flushed": set()}
-    for line in said:
-        word, *number = line.split()
-        if number and line.endswith("\n"):
-            done[word].add(int(number[0]))
-    return done
-
-
-@pytest.mark.slow(2)
-@pytest.mark.parametrize("direct", ["off", "auto"])
-async def test_after_kills_everything_that_was_put_is_there(tmp_path: Path, direct: str) -> None:
-    url = f"file:{tmp_path}/s?capacity=256MiB&direct={direct}&segment=8MiB"
-    rng = Random(f"kill {direct}")
-    history: list[dict[str, set[int]]] = []
-    for round_ in range(4):
-        history.append(kill_after(child(url, round_, "fill"), rng.randrange(3, 60)))
-        store = CheckedStore(await FileBackend.open(parse_url(url), LAYOUT), LAYOUT)
-        for earlier, done in enumerate(history):
-            for batch in range(max(done["put"], default=0) + 3):
-                results = await read(store, batch_keys(earlier, batch))
-                if batch in done["deleted"]:
-                    assert results == [Result.MISS] * 3 + [Result.HIT] * (BATCH - 3)
-                elif batch in done["put"] and batch % 5 != 4:
-                    assert results == [Result.HIT] * BATCH
-        assert store.stats()["errors"] == 0
-        if round_ % 2:
-            await store.aclose()
-        else:
-            _abandon(store)
-
-
 @pytest.mark.slow(2)
 def test_under_a_file_size_limit_writes_fail_and_reads_go_on(tmp_path: Path) -> None:
-    out, _ = child(f"file:{tmp_path}/s?capacity=64MiB&segment=2MiB", 0, "limited").communicate("")
-    words = out.splitlines()[-1].split()
-    numbers = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    assert numbers["read"] == BATCH
-    assert numbers["failed"] > 30 * BATCH
+    out, _ = filler.child(f"file:{tmp_path}/s?capacity=64MiB&segment=2MiB", 0, "limited").communicate()
+    numbers = {word: int(number) for word, number in map(str.split, out.splitlines())}
+    assert numbers["read"] == filler.BATCH
+    assert numbers["failed"] > 30 * filler.BATCH
     assert numbers["errors"] >= 1
     assert numbers["refused"] > 30
-
-
-def _abandon(store: CheckedStore) -> None:
-    """Let go of the folder without a word to the disk, as a killed process would."""
-    backend = file_backend(store)
-    for one in backend._log.segments.values():
-        one.drop()
-    backend._log.threads.close()
-    backend._lock.release()
 
 
 # The file backend against a dict, by seeded random walks: with crashes, restarts, cancellations and clears.

@@ -8,10 +8,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from itertools import permutations
-from random import Random
 from typing import Any
 
 import pytest
@@ -23,20 +21,16 @@ from asynccache.storage import (
     Breaker,
     BreakerState,
     CheckedStore,
-    PageKey,
     Permit,
-    Record,
     Result,
     checked,
     settled,
 )
 from asynccache.storage.call_guard import best_off
-from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
-from asynccache.testing.slow_backend import SlowBackend
-from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.simulated.backend import SimulatedBackend
+from asynccache.testing.backend_suite import LAYOUT, keys_of
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import in_world
+from tests.storage import pages_kit
+from tests.storage.pages_kit import Misbehaving, in_world
 from tests.waiting import turns
 
 # How many calls at a time, in which order, how slow is too slow, and who is the probe. In virtual time.
@@ -45,61 +39,22 @@ from tests.waiting import turns
 KEYS = keys_of(2, "odd")
 
 
-class Watched(WrappedBackend):
-    """Takes ``seconds`` by verb, and knows how many calls were in flight at once and in which order they began."""
-
-    def __init__(self, **seconds: float) -> None:
-        super().__init__(SimulatedBackend(Random(1)))
-        self.seconds = seconds
-        self.began: list[str] = []
-        self.now = {"get": 0, "put": 0, "exists": 0}
-        self.most = 0
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        return await self._take("exists", len(keys))
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        return await self._take("get", len(keys))
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        return await self._take("put", len(keys))
-
-    async def _take(self, verb: str, count: int) -> list[Result]:
-        self.began.append(verb)
-        self.now[verb] += 1
-        self.most = max(self.most, sum(self.now.values()))
-        try:
-            await asyncio.sleep(self.seconds.get(verb, 0.0))
-        finally:
-            self.now[verb] -= 1
-        return [Result.MISS if verb != "put" else Result.HIT] * count
-
-
 def store_on(backend: Any, **options: Any) -> CheckedStore:
     return CheckedStore(backend, LAYOUT, threads=0, **options)
 
 
 def put(store: CheckedStore) -> asyncio.Future[list[Result]]:
-    return asyncio.ensure_future(store.put(KEYS, [record_of(key).payload for key in KEYS]))
+    return asyncio.ensure_future(pages_kit.put(store, KEYS))
 
 
 def get(store: CheckedStore) -> asyncio.Future[list[Result]]:
-    return asyncio.ensure_future(store.get(KEYS, [blank(key).payload for key in KEYS]))
-
-
-class Cancelling(Watched):
-    """Its own task, or its own pool of threads, was ended: each call is cancelled by nobody who called."""
-
-    async def _take(self, verb: str, count: int) -> list[Result]:
-        raise asyncio.CancelledError
-
-    async def flush(self) -> None:
-        raise asyncio.CancelledError
+    return asyncio.ensure_future(pages_kit.get(store, KEYS))
 
 
 @in_world
 async def test_a_backend_that_cancels_a_call_by_itself_has_failed_it(loop: SimulatedLoop) -> None:
-    store = store_on(Cancelling())
+    """Its own task, or its own pool of threads, was ended."""
+    store = store_on(Misbehaving(get="cancels itself", put="cancels itself", flush="cancels itself"))
     assert await put(store) == [Result.FAILED] * 2
     assert await get(store) == [Result.FAILED] * 2
     with pytest.raises(BackendError, match="by itself"):
@@ -109,7 +64,7 @@ async def test_a_backend_that_cancels_a_call_by_itself_has_failed_it(loop: Simul
 
 @in_world
 async def test_no_more_reads_and_writes_at_a_time_than_that(loop: SimulatedLoop) -> None:
-    backend = Watched(get=1.0, put=1.0, exists=1.0)
+    backend = Misbehaving(get=1.0, put=1.0, exists=1.0)
     store = store_on(backend, concurrency=3)
     calls = [make(store) for _ in range(8) for make in (put, get)]
     calls += [asyncio.ensure_future(store.exists(KEYS)) for _ in range(8)]
@@ -128,7 +83,7 @@ def free(store: CheckedStore) -> tuple[int, int]:
 async def test_a_read_does_not_stand_behind_slow_writes_nor_a_write_behind_any_number_of_reads(
     loop: SimulatedLoop
 ) -> None:
-    store = store_on(Watched(put=20.0), concurrency=16)
+    store = store_on(Misbehaving(put=20.0), concurrency=16)
     puts = [put(store) for _ in range(40)]
     await asyncio.sleep(1.0)
     began = loop.time()
@@ -136,7 +91,7 @@ async def test_a_read_does_not_stand_behind_slow_writes_nor_a_write_behind_any_n
     await store.exists(KEYS)
     assert loop.time() - began < 0.1
     await asyncio.gather(*puts)
-    store = store_on(Watched(get=1.0, put=1.0), concurrency=8, timeout=100.0)
+    store = store_on(Misbehaving(get=1.0, put=1.0), concurrency=8, timeout=100.0)
     gets = [get(store) for _ in range(80)]
     await asyncio.sleep(0.5)
     began = loop.time()
@@ -148,20 +103,20 @@ async def test_a_read_does_not_stand_behind_slow_writes_nor_a_write_behind_any_n
 @pytest.mark.parametrize("seed", range(10))
 def test_a_place_is_not_lost_whenever_its_taker_is_cancelled(seed: int) -> None:
     async def world(loop: SimulatedLoop) -> None:
-        store = store_on(Watched(get=1.0, put=1.0), concurrency=1)
+        store = store_on(Misbehaving(get=1.0, put=1.0), concurrency=1)
         calls = [make(store) for _ in range(5) for make in (get, put)]
         for number, call in enumerate(calls):
             loop.call_later(0.25 * number * (seed + 1), call.cancel)
         await asyncio.wait(calls)
         assert free(store) == (1, 1)
-        assert await get(store) == [Result.MISS] * 2
+        assert Result.FAILED not in await get(store)
 
     simulate(world, seed)
 
 
 @in_world
 async def test_who_finds_no_place_in_time_fails_and_the_breaker_does_not_hear_of_it(loop: SimulatedLoop) -> None:
-    backend = Watched(get=5.0)
+    backend = Misbehaving(get=5.0)
     store = store_on(backend, concurrency=1, timeout=6.0, breaker=Breaker(threshold=1))
     answers = await asyncio.gather(get(store), get(store), get(store))
     assert sorted(answer[0] for answer in answers) == [Result.MISS, Result.MISS, Result.FAILED]
@@ -171,7 +126,7 @@ async def test_who_finds_no_place_in_time_fails_and_the_breaker_does_not_hear_of
 
 @in_world
 async def test_a_cancelled_caller_in_line_leaves_it_at_once(loop: SimulatedLoop) -> None:
-    backend = Watched(get=5.0)
+    backend = Misbehaving(get=5.0)
     store = store_on(backend, concurrency=1)
     first, second = get(store), get(store)
     await asyncio.sleep(1.0)
@@ -186,7 +141,7 @@ async def test_a_cancelled_caller_in_line_leaves_it_at_once(loop: SimulatedLoop)
 
 @in_world
 async def test_a_named_call_says_that_there_was_no_place(loop: SimulatedLoop) -> None:
-    store = store_on(Watched(put=20.0), concurrency=1, timeout=5.0)
+    store = store_on(Misbehaving(put=20.0), concurrency=1, timeout=5.0)
     calls = [put(store)]
     await asyncio.sleep(3.0)
     calls += [put(store)]  # from 5 to 10
@@ -201,7 +156,7 @@ async def test_a_named_call_says_that_there_was_no_place(loop: SimulatedLoop) ->
 
 @in_world
 async def test_slow_calls_are_used_and_open_the_breaker_like_failures(loop: SimulatedLoop) -> None:
-    backend = Watched(get=2.0)
+    backend = Misbehaving(get=2.0)
     store = store_on(backend, slow=1.0, breaker=Breaker(threshold=3, backoff=5.0))
     for _ in range(3):
         assert store.breaker.state is BreakerState.CLOSED
@@ -213,7 +168,7 @@ async def test_slow_calls_are_used_and_open_the_breaker_like_failures(loop: Simu
 
 @in_world
 async def test_a_store_that_hangs_is_left_alone_before_its_deadline(loop: SimulatedLoop) -> None:
-    store = store_on(Watched(get=1e6), slow=1.0, timeout=30.0, breaker=Breaker(threshold=4, backoff=60.0))
+    store = store_on(Misbehaving(get=1e6), slow=1.0, timeout=30.0, breaker=Breaker(threshold=4, backoff=60.0))
     calls = [get(store) for _ in range(4)]
     await asyncio.sleep(1.5)
     began = loop.time()
@@ -227,7 +182,7 @@ async def test_a_store_that_hangs_is_left_alone_before_its_deadline(loop: Simula
 @in_world
 async def test_a_slow_call_is_one_failure_however_it_ends(loop: SimulatedLoop) -> None:
     for seconds in (2.0, 1e6):
-        store = store_on(Watched(get=seconds), slow=1.0, timeout=5.0, breaker=Breaker(threshold=2, backoff=60.0))
+        store = store_on(Misbehaving(get=seconds), slow=1.0, timeout=5.0, breaker=Breaker(threshold=2, backoff=60.0))
         await get(store)
         assert (store.breaker.state, store.stats()["slow_calls"]) == (BreakerState.CLOSED, 1)
         await get(store)
@@ -239,7 +194,7 @@ async def test_a_slow_call_is_one_failure_however_it_ends(loop: SimulatedLoop) -
 
 @in_world
 async def test_a_store_that_stays_away_holds_up_nobody_and_is_asked_ever_less_often(loop: SimulatedLoop) -> None:
-    backend = Watched(get=1e6, exists=1e6)
+    backend = Misbehaving(get=1e6, exists=1e6)
     store = store_on(backend, slow=1.0, timeout=30.0, breaker=Breaker(threshold=1, backoff=2.0, max_backoff=16.0))
     await get(store)
     began, longest = loop.time(), 0.0
@@ -252,31 +207,24 @@ async def test_a_store_that_stays_away_holds_up_nobody_and_is_asked_ever_less_of
     assert loop.time() - began == pytest.approx(100, abs=1)
     assert 6 <= backend.began.count("exists") <= 10, "2, 4, 8 and then 16 seconds apart"
     await store.aclose()
-    assert backend.now == {"get": 0, "put": 0, "exists": 0}
-
-
-class Index(Watched):
-    """Knows without asking which pages there are; ``away``: the store itself does not answer."""
-
-    away = True
-
-    async def probe(self) -> None:
-        self.began.append("probe")
-        if self.away:
-            raise Unavailable("gone")
+    assert backend.now.total() == 0
 
 
 @in_world
 async def test_a_store_that_has_an_index_is_asked_for_a_sign_of_life(loop: SimulatedLoop) -> None:
     """Its ``exists`` is none."""
-    backend = Index(get=1e6)
+    class Index(Misbehaving):
+        async def probe(self) -> None:
+            await self._suffer("probe", (), lambda: asyncio.sleep(0))
+
+    backend = Index(get=1e6, probe="is unavailable")
     store = store_on(backend, slow=1.0, timeout=2.0, breaker=Breaker(threshold=1, backoff=2.0))
     await get(store)
     for _ in range(20):
         await asyncio.sleep(1.0)
         assert await store.exists(KEYS) == [Result.FAILED] * 2
     assert 3 <= backend.began.count("probe") <= 4
-    backend.away = False
+    backend.how = {}
     await asyncio.sleep(20.0)
     await store.exists(KEYS)
     await asyncio.sleep(0.1)
@@ -284,22 +232,11 @@ async def test_a_store_that_has_an_index_is_asked_for_a_sign_of_life(loop: Simul
     await store.aclose()
 
 
-class Flushing(Watched):
-    """``flush`` takes ``seconds``, too. ``away``: no call with keys is answered."""
-
-    away = True
-
-    async def flush(self) -> None:
-        await asyncio.sleep(self.seconds.get("flush", 0.0))
-
-    async def _take(self, verb: str, count: int) -> list[Result]:
-        if self.away:
-            raise Unavailable("gone")
-        return await super()._take(verb, count)
+AWAY: dict[str, str | float] = {"get": "is unavailable", "exists": "is unavailable"}
 
 
-async def backed_off(backend: Flushing) -> CheckedStore:
-    """A store on ``backend`` whose breaker is open, and whose back-off is over."""
+async def backed_off(backend: Misbehaving) -> CheckedStore:
+    """A store on ``backend``, which is away: its breaker is open, and its back-off is over."""
     store = store_on(backend, slow=1.0, timeout=30.0, breaker=Breaker(threshold=1, backoff=2.0))
     await get(store)
     assert store.breaker.state is BreakerState.OPEN
@@ -309,11 +246,11 @@ async def backed_off(backend: Flushing) -> CheckedStore:
 
 @in_world
 async def test_a_flush_that_hangs_keeps_no_reads_from_a_store_that_came_back(loop: SimulatedLoop) -> None:
-    backend = Flushing(flush=1e6)
+    backend = Misbehaving(**AWAY, flush=1e6)
     store = await backed_off(backend)
     flushing = asyncio.ensure_future(store.flush())
     await asyncio.sleep(0.1)
-    backend.away = False
+    backend.how = {}
     await get(store)
     await asyncio.sleep(0.1)
     assert await get(store) == [Result.MISS] * 2
@@ -324,7 +261,7 @@ async def test_a_flush_that_hangs_keeps_no_reads_from_a_store_that_came_back(loo
 
 @in_world
 async def test_a_flush_that_has_nothing_to_do_is_no_sign_of_life(loop: SimulatedLoop) -> None:
-    store = await backed_off(Flushing())
+    store = await backed_off(Misbehaving(**AWAY))
     await store.flush()
     assert store.breaker.state is BreakerState.OPEN
     await store.aclose()
@@ -332,52 +269,37 @@ async def test_a_flush_that_has_nothing_to_do_is_no_sign_of_life(loop: Simulated
 
 @in_world
 async def test_while_it_is_open_no_work_is_done_for_a_call(loop: SimulatedLoop) -> None:
-    backend = SlowBackend(SimulatedBackend(Random(1)), latency=0.0)
-    store = store_on(backend, breaker=Breaker(threshold=1, backoff=60.0))
+    store = store_on(Misbehaving(), breaker=Breaker(threshold=1, backoff=60.0))
     permit = store.breaker.allow(0.0)
     store.breaker.failure(permit, loop.time())
-    page = record_of(KEYS[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checked, "seal", lambda keys, records: pytest.fail("it was sealed for nothing"))
-        assert await store.put(KEYS[:1], [page.payload]) == [Result.FAILED]
-
-
-class Refusing(Watched):
-    """A backend whose calls fail, with a URL in the error, until it is ``well``."""
-
-    well = False
-
-    async def _take(self, verb: str, count: int) -> list[Result]:
-        if not self.well:
-            raise Unavailable("redis://me:s3cret@host does not answer")
-        return await super()._take(verb, count)
-
-    def __repr__(self) -> str:
-        return "Refusing()"
+        assert await put(store) == [Result.FAILED] * 2
 
 
 def test_the_log_says_once_when_a_store_is_left_alone_and_once_when_it_is_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    backend = Misbehaving()
+
     async def world(loop: SimulatedLoop) -> None:
-        backend = Refusing()
         store = store_on(backend, breaker=Breaker(threshold=2))
         for second in range(40):
-            backend.well = second > 20
+            backend.how = AWAY if second <= 20 else {}
             await get(store)
             await asyncio.sleep(1)
 
     simulate(world, 1)
     assert [(record.name, record.levelname) for record in caplog.records] == [("asynccache", "WARNING")] * 2
-    why = "Unavailable('redis://***@host does not answer')"
+    why = "Unavailable('redis://***@host has no answer about 2 pages')"
     assert caplog.messages == [
-        f"store Refusing() is left alone until it answers a probe: {why}", "store Refusing() answers again",
+        f"store {backend} is left alone until it answers a probe: {why}", f"store {backend} answers again",
     ]  # fmt: skip
 
 
 def test_the_log_says_that_a_store_is_slow(caplog: pytest.LogCaptureFixture) -> None:
     async def world(loop: SimulatedLoop) -> None:
-        await get(store_on(Watched(get=3.0), slow=1.0, breaker=Breaker(threshold=1)))
+        await get(store_on(Misbehaving(get=3.0), slow=1.0, breaker=Breaker(threshold=1)))
 
     simulate(world, 1)
     assert len(caplog.messages) == 1
@@ -387,22 +309,11 @@ def test_the_log_says_that_a_store_is_slow(caplog: pytest.LogCaptureFixture) -> 
 # The breaker, step by step, with a clock of its own.
 
 
-def opened(now: float = 0.0) -> Breaker:
-    breaker = Breaker(threshold=3, backoff=2.0, max_backoff=5.0)
-    for _ in range(3):
-        breaker.failure(given(breaker, now), now)
-    return breaker
-
-
 def given(breaker: Breaker, now: float) -> Permit:
     """A permit that must be had."""
     permit = breaker.allow(now)
     assert permit != REFUSED
     return permit
-
-
-def assert_state(breaker: Breaker, state: BreakerState) -> None:
-    assert breaker.state is state
 
 
 SCRIPTS = {
@@ -421,6 +332,10 @@ SCRIPTS = {
         "-read -read -read @2 -ask @6 +ask closed @7 +ask @10 -read open @14.9 refused @15 probe",
     "on probation failures of other kinds count as ever":
         "-read -read -read @2 -ask @6 +ask @7 -write -write closed -write open @8.9 refused @9 probe",
+    **{f"a call from before it opened that is {how} changes nothing ever after":
+       f"1 2 3 -read -read -read open {sign}1 open @2 4 half {sign}2 half refused +4 closed {sign}3 closed +read"
+       for sign, how in (("+", "answered"), ("-", "failed"), ("~", "abandoned"))},
+    "a late abandoned probe is not the next probe": "-read -read -read @2 1 ~1 2 +1 half +2 closed",
 }  # fmt: skip
 STATES = {"closed": BreakerState.CLOSED, "open": BreakerState.OPEN, "half": BreakerState.HALF_OPEN}
 
@@ -428,8 +343,9 @@ STATES = {"closed": BreakerState.CLOSED, "open": BreakerState.OPEN, "half": Brea
 @pytest.mark.parametrize("law", SCRIPTS)
 def test_the_breaker_step_by_step(law: str) -> None:
     """``+kind``, ``-kind`` and ``~kind``: a call is let through, and is answered, fails or is abandoned; ``@seconds``
-    is the time from then on; ``probe``: a call is let through, ``refused``: none is; else the state it must have."""
-    breaker, now = Breaker(threshold=3, backoff=2.0, max_backoff=5.0), 0.0
+    is the time from then on; ``probe``: a call is let through, ``refused``: none is; a number: a call that is let
+    through, and of which more is said later; else the state it must have."""
+    breaker, now, early = Breaker(threshold=3, backoff=2.0, max_backoff=5.0), 0.0, dict[str, Permit]()
     for step in SCRIPTS[law].split():
         if step in STATES:
             assert breaker.state is STATES[step]
@@ -437,8 +353,11 @@ def test_the_breaker_step_by_step(law: str) -> None:
             assert breaker.allow(now) == REFUSED
         elif step[0] == "@":
             now = float(step[1:])
-        elif (permit := given(breaker, now)) and step[0] in "+-":
-            (breaker.success if step[0] == "+" else breaker.failure)(permit, now, step[1:])
+        elif step.isdigit():
+            early[step] = given(breaker, now)
+        elif (permit := early.get(step[1:]) or given(breaker, now)) and step[0] in "+-":
+            kind = "read" if step[1:] in early else step[1:]
+            (breaker.success if step[0] == "+" else breaker.failure)(permit, now, kind)
         elif step[0] == "~":
             breaker.abandon(permit)
 
@@ -454,49 +373,14 @@ def test_backoffs_are_spread_by_the_jitter_that_is_handed_in() -> None:
 
 
 def test_it_knows_how_often_and_how_long_it_was_not_closed() -> None:
-    breaker = opened(now=10.0)
+    breaker = Breaker(threshold=1, backoff=2.0)
+    breaker.failure(given(breaker, 10.0), 10.0)
     assert (breaker.opened, breaker.shut_for(11.0)) == (1, 1.0)
     breaker.failure(given(breaker, 12.0), 12.0)
     breaker.success(given(breaker, 17.0), 17.0)
     assert (breaker.opened, breaker.shut_for(30.0)) == (1, 7.0)
     breaker.failure(given(breaker, 40.0), 40.0)
     assert (breaker.opened, breaker.shut_for(41.0)) == (2, 8.0)
-
-
-def tell(breaker: Breaker, outcome: str, permit: Permit) -> None:
-    if outcome == "success":
-        breaker.success(permit, 100.0)
-    elif outcome == "failure":
-        breaker.failure(permit, 100.0)
-    else:
-        breaker.abandon(permit)
-
-
-@pytest.mark.parametrize("late", ["success", "failure", "abandon"])
-def test_a_call_from_before_it_opened_changes_nothing_ever_after(late: str) -> None:
-    breaker = Breaker(threshold=1, backoff=2.0)
-    early = [given(breaker, 0.0) for _ in range(4)]
-    breaker.failure(early.pop(), 0.0)
-    tell(breaker, late, early.pop())
-    assert_state(breaker, BreakerState.OPEN)
-    probe = given(breaker, 2.0)
-    tell(breaker, late, early.pop())
-    assert_state(breaker, BreakerState.HALF_OPEN)
-    assert breaker.allow(2.0) == REFUSED
-    breaker.success(probe, 2.0)
-    tell(breaker, late, early.pop())
-    assert_state(breaker, BreakerState.CLOSED)
-
-
-def test_a_late_abandoned_probe_is_not_the_next_probe() -> None:
-    breaker = opened()
-    first = given(breaker, 2.0)
-    breaker.abandon(first)
-    second = given(breaker, 2.0)
-    breaker.success(first, 2.0)
-    assert_state(breaker, BreakerState.HALF_OPEN)
-    breaker.success(second, 2.0)
-    assert_state(breaker, BreakerState.CLOSED)
 
 
 @pytest.mark.parametrize("states", list(permutations(BreakerState)))

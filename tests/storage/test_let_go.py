@@ -31,7 +31,6 @@ from asynccache.storage import (
 from asynccache.storage.checked import store_layout
 from asynccache.storage.loop_thread import PendingCall, Rows
 from asynccache.storage.tiers import AttachedStore, TieredStore
-from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import local, serve, settings, text
 from tests.storage.pages_kit import (
     FAILED,
@@ -55,7 +54,8 @@ from tests.waiting import until as until_it_is_so
 # of it.
 
 
-LARGE = 256 << 10
+SIZES = [SIZE, LARGE := 256 << 10]                     # below and above what is checked on the spot
+WHERE = ["alone", "near", "far"]
 HOW = ["works", "has two", "answers too little", "hangs"]
 
 
@@ -76,8 +76,8 @@ def stores(which: str, hostile: StorageBackend) -> list[str | StorageBackend]:
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
-@pytest.mark.parametrize("size", [SIZE, LARGE])
-@pytest.mark.parametrize("which", ["alone", "near", "far"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("which", WHERE)
 @pytest.mark.parametrize("how", HOW)
 def test_a_mapping_can_be_closed_when_the_future_is_done(how: str, which: str, size: int, verb: str) -> None:
     made, hostile = memory(size), Misbehaving(**{verb: how})
@@ -86,12 +86,12 @@ def test_a_mapping_can_be_closed_when_the_future_is_done(how: str, which: str, s
         found = result(future)
         made.close()
         assert len(found) == 4
-        assert hostile.calls
+        assert hostile.began
         errors = pages.last_errors  # are kept, and keep nothing
         assert bool(errors) is (how not in ("works", "hangs"))
 
 
-@pytest.mark.parametrize("size", [SIZE, LARGE])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("url", ["memory:", "file:{}/kv", "file:{}/kv?direct=off"])
 @pytest.mark.slow(1)
 def test_so_it_can_again_and_again_with_the_stores_there_are(url: str, size: int, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_so_it_can_when_the_call_was_cancelled_before_it_began() -> None:
         with pytest.raises(CancelledError):
             cancelled[0].result(PATIENCE)
         assert result(pages.exists([])) == []
-        assert stuck.calls == 0
+        assert stuck.began == []
 
 
 def test_a_store_that_cannot_let_go_keeps_the_future_open_and_the_mapping() -> None:
@@ -147,16 +147,22 @@ def test_a_store_that_cannot_let_go_keeps_the_future_open_and_the_mapping() -> N
     assert pages.close() == (2, 0, True)
 
 
+class Keeping(MemoryBackend):
+    """Does more than it may with what it is to read into."""
+
+    def __init__(self, keep: Callable[[Sequence[Record]], object]) -> None:
+        super().__init__()
+        self.keep = keep
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        self.keep(records)
+        return await super().get(keys, records)
+
+
 def test_what_a_store_keeps_against_its_contract_is_of_no_use_to_it() -> None:
     kept: list[Record] = []
-
-    class Keeping(WrappedBackend):
-        async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-            kept.extend(records)
-            return await super().get(keys, records)
-
     made = memory()
-    with open_pages(Keeping(MemoryBackend()), made) as pages:
+    with open_pages(Keeping(kept.extend), made) as pages:
         assert result(pages.get(keys(2), [0, 1])) == [MISS] * 2
         made.close()
         assert pages.stats()["kept_pages"] == 0
@@ -168,14 +174,12 @@ def test_what_a_store_keeps_against_its_contract_is_of_no_use_to_it() -> None:
 def test_what_a_store_has_made_something_of_and_keeps_is_counted(how: str) -> None:
     kept: list[object] = []
 
-    class Keeping(WrappedBackend):
-        async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-            page = records[1].payload
-            kept.append(np.frombuffer(page, np.uint8) if how == "an array" else page[10:20])
-            return await super().get(keys, records)
+    def keep(records: Sequence[Record]) -> None:
+        page = records[1].payload
+        kept.append(np.frombuffer(page, np.uint8) if how == "an array" else page[10:20])
 
     made = memory()
-    with open_pages(Keeping(MemoryBackend()), made) as pages:
+    with open_pages(Keeping(keep), made) as pages:
         assert result(pages.get(keys(3), [0, 1, 2])) == [MISS] * 3
         assert pages.stats()["kept_pages"] == 3
     kept.clear()
@@ -186,14 +190,12 @@ def test_a_future_is_not_done_before_a_thread_of_the_store_has_dropped_what_it_h
     """By its contract a store has let go when it answers, but for what its threads are about to forget."""
     held: list[object] = []
 
-    class Slow(WrappedBackend):
-        async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-            held.append(np.frombuffer(records[0].payload, np.uint8))
-            asyncio.get_running_loop().call_later(0.005, held.clear)
-            return await super().get(keys, records)
+    def keep(records: Sequence[Record]) -> None:
+        held.append(np.frombuffer(records[0].payload, np.uint8))
+        asyncio.get_running_loop().call_later(0.005, held.clear)
 
     made = memory()
-    with open_pages(Slow(MemoryBackend()), made) as pages:
+    with open_pages(Keeping(keep), made) as pages:
         assert result(pages.get(keys(1), [0])) == [MISS]
         made.close()
         assert pages.stats()["kept_pages"] == 0
@@ -276,10 +278,6 @@ def test_a_call_of_thousands_of_pages_is_one_short_line_in_a_log() -> None:
 
 
 PAGES = 3
-SMALL, LARGE_PAGE = 4096, 256 << 10
-"""Below and above what is checked on the spot instead of in a thread."""
-
-
 def page_keys() -> list[PageKey]:
     return [PageKey("full", bytes([i]) * 32) for i in range(PAGES)]
 
@@ -294,22 +292,13 @@ def checked(backend: StorageBackend, size: int) -> CheckedStore:
     return CheckedStore(backend, layout, timeout=0.02 if hangs else 60.0, threads=2)
 
 
-def one(hostile: StorageBackend, size: int) -> Store:
-    return checked(hostile, size)
-
-
-def near(hostile: StorageBackend, size: int) -> Store:
-    """Asked first, and given what the farther one has."""
+def opened(which: str, hostile: StorageBackend, size: int) -> Store:
+    """Near it is asked first, and given what the farther one has."""
+    if which == "alone":
+        return checked(hostile, size)
     tiers = TieredStore()
-    tiers.attach(AttachedStore(checked(hostile, size), StoreOptions("near")))
-    tiers.attach(AttachedStore(checked(MemoryBackend(), size), StoreOptions("far")))
-    return tiers
-
-
-def far(hostile: StorageBackend, size: int) -> Store:
-    tiers = TieredStore()
-    tiers.attach(AttachedStore(checked(MemoryBackend(), size), StoreOptions("near")))
-    tiers.attach(AttachedStore(checked(hostile, size), StoreOptions("far")))
+    for name in ("near", "far"):
+        tiers.attach(AttachedStore(checked(hostile if name == which else MemoryBackend(), size), StoreOptions(name)))
     return tiers
 
 
@@ -317,17 +306,15 @@ def payloads(memory: mmap.mmap, size: int) -> list[memoryview]:
     return [memoryview(memory)[i * size : (i + 1) * size] for i in range(PAGES)]
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE_PAGE])
-@pytest.mark.parametrize("make", [one, near, far])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("which", WHERE)
 @pytest.mark.parametrize("how", WAYS)
-async def test_a_mapping_can_be_closed_after_the_store(
-    how: str, make: Callable[[StorageBackend, int], Store], size: int
-) -> None:
+async def test_a_mapping_can_be_closed_after_the_store(how: str, which: str, size: int) -> None:
     memory = mmap.mmap(-1, PAGES * size)
-    store = make(Misbehaving(get=how, put=how), size)
+    store = opened(which, Misbehaving(get=how, put=how), size)
     put = await store.put(page_keys(), payloads(memory, size))
     got = await store.get(page_keys(), payloads(memory, size))
-    assert (Result.HIT in put) is (how == "works" or make is not one)
+    assert (Result.HIT in put) is (how == "works" or which != "alone")
     assert (Result.HIT in got) is (Result.HIT in put)
     await store.aclose()
     if isinstance(store, CheckedStore) and how != "works":
@@ -337,15 +324,13 @@ async def test_a_mapping_can_be_closed_after_the_store(
     memory.close()
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE_PAGE])
-@pytest.mark.parametrize("make", [one, near, far])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("which", WHERE)
 @pytest.mark.parametrize("verb", ["put", "get"])
-async def test_so_it_can_when_the_call_was_cancelled(
-    verb: str, make: Callable[[StorageBackend, int], Store], size: int
-) -> None:
+async def test_so_it_can_when_the_call_was_cancelled(verb: str, which: str, size: int) -> None:
     memory, hostile = mmap.mmap(-1, PAGES * size), Misbehaving()
-    store = make(hostile, size)
-    if make is far:
+    store = opened(which, hostile, size)
+    if which == "far":
         await store.put(page_keys()[:1], payloads(memory, size)[:1])
     hostile.how = {"get": "hangs", "put": "hangs"}
     hostile.inside.clear()
@@ -359,7 +344,7 @@ async def test_so_it_can_when_the_call_was_cancelled(
     memory.close()
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE_PAGE])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", range(12))
 async def test_so_it_can_when_the_call_was_cancelled_after_any_number_of_turns(count: int, size: int) -> None:
     memory, store = mmap.mmap(-1, PAGES * size), checked(MemoryBackend(), size)
@@ -374,15 +359,11 @@ async def test_so_it_can_when_the_call_was_cancelled_after_any_number_of_turns(c
     memory.close()
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE_PAGE])
+@pytest.mark.parametrize("size", SIZES)
 async def test_so_it_can_when_the_caller_called_for_the_whole_and_had_pages_at_hand(size: int) -> None:
     """The error that ``flush`` raises has gone through the caller's own frames."""
 
-    class Full(MemoryBackend):
-        async def flush(self) -> None:
-            raise Unavailable("the disk is full")
-
-    memory, store = mmap.mmap(-1, PAGES * size), checked(Full(), size)
+    memory, store = mmap.mmap(-1, PAGES * size), checked(Misbehaving(flush="is unavailable"), size)
 
     async def save(mine: list[memoryview]) -> list[Result]:
         stored = await store.put(page_keys(), mine)
@@ -398,14 +379,14 @@ async def test_so_it_can_when_the_caller_called_for_the_whole_and_had_pages_at_h
 
 
 async def test_so_it_can_after_work_that_had_to_be_completed_failed() -> None:
-    memory = mmap.mmap(-1, PAGES * SMALL)
+    memory = mmap.mmap(-1, PAGES * SIZE)
 
     async def work(mine: list[memoryview]) -> None:
         await asyncio.sleep(0)
         raise ValueError(len(mine))
 
     with suppress(ValueError):
-        await completed(work(payloads(memory, SMALL)))
+        await completed(work(payloads(memory, SIZE)))
     await asyncio.sleep(0)
     memory.close()
 

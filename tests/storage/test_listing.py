@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
@@ -38,7 +40,7 @@ from asynccache.testing.backend_suite import keys_of as suite_keys
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import edit, file_backend, fill, flip, get, open_at, segment
+from tests.storage.pages_kit import edit, file_backend, fill, flip, get, open_at, segment
 
 # Listing by the memory and the file store, and collecting by the file store: old pages, and the room of dead ones.
 
@@ -61,30 +63,19 @@ async def collect(store: CheckedStore, older_than: float | None = None) -> Colle
     return await store.backend.collect(older_than)
 
 
-async def open_kind(kind: str, folder: Path) -> CheckedStore:
-    return CheckedStore(MemoryBackend(), LAYOUT) if kind == "memory" else await open_at(folder, SMALL)
-
-
-class Clock:
-    """``time.time``, at will."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("time.time", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``now`` is what ``time.time`` says."""
+    clock = SimpleNamespace(now=1_000_000.0)
+    monkeypatch.setattr("time.time", lambda: clock.now)
     return clock
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-async def test_every_page_is_listed_once_with_its_size_and_time(kind: str, tmp_path: Path, clock: Clock) -> None:
-    store = await open_kind(kind, tmp_path / "kv")
+async def test_every_page_is_listed_once_with_its_size_and_time(
+    kind: str, tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    store = CheckedStore(MemoryBackend(), LAYOUT) if kind == "memory" else await open_at(tmp_path / "kv", SMALL)
     assert await listed(store) == []
     full, odd = keys_of(60, "full"), keys_of(20, "odd", first=60)
     await fill(store, full)
@@ -99,7 +90,7 @@ async def test_every_page_is_listed_once_with_its_size_and_time(kind: str, tmp_p
     await store.aclose()
 
 
-async def test_old_pages_are_collected_and_young_ones_stay(tmp_path: Path, clock: Clock) -> None:
+async def test_old_pages_are_collected_and_young_ones_stay(tmp_path: Path, clock: SimpleNamespace) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     old, young = keys_of(40, "full"), keys_of(40, "full", first=40)
     await fill(store, old)
@@ -115,7 +106,7 @@ async def test_old_pages_are_collected_and_young_ones_stay(tmp_path: Path, clock
     assert (await collect(store, 60)).pages == 0
 
 
-async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: Clock) -> None:
+async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: SimpleNamespace) -> None:
     store = await open_at(tmp_path / "kv", SMALL)
     await fill(store, keys_of(30))
     await store.aclose()
@@ -128,7 +119,7 @@ async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: Clock
             os.truncate(path, path.stat().st_size - 1)
 
 
-async def test_the_room_of_dead_pages_comes_back(tmp_path: Path, clock: Clock) -> None:
+async def test_the_room_of_dead_pages_comes_back(tmp_path: Path, clock: SimpleNamespace) -> None:
     """The segments of many dead pages go, and what is alive in them is found elsewhere, as old as it is."""
     store = await open_at(tmp_path / "kv", SMALL)
     keys = keys_of(150)
@@ -240,9 +231,15 @@ SECOND = BLOCK_BYTES + 42 * FULL
 OPTIONS = "capacity=64MiB&segment=4MiB"
 
 
-async def test_a_good_store_stays_as_it_is(tmp_path: Path) -> None:
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> CheckedStore:
+    """60 pages in two groups of one segment."""
     store = await open_at(tmp_path / "s", OPTIONS)
     await fill(store, KEYS)
+    return store
+
+
+async def test_a_good_store_stays_as_it_is(store: CheckedStore) -> None:
     await fill(store, [page_key("odd", "odd")])
     await store.delete(KEYS[3:5])
     assert await store.scrub() == Scrubbed(59, 58 * FULL + 1000, 0, 0)
@@ -251,9 +248,7 @@ async def test_a_good_store_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-async def test_a_flipped_bit_costs_its_page_for_ever(tmp_path: Path, closed: bool) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
+async def test_a_flipped_bit_costs_its_page_for_ever(tmp_path: Path, store: CheckedStore, closed: bool) -> None:
     if closed:
         await store.aclose()
         store = await open_at(tmp_path / "s", OPTIONS)
@@ -277,10 +272,8 @@ async def test_a_flipped_bit_costs_its_page_for_ever(tmp_path: Path, closed: boo
      (lambda data: data.__delitem__(slice(SECOND + BLOCK_BYTES + 3 * FULL + 5, None)), range(45, 60))],
 )  # fmt: skip
 async def test_what_a_damaged_header_block_named_or_was_cut_off_is_dropped(
-    tmp_path: Path, change: Callable[[bytearray], object], lost: range
+    tmp_path: Path, store: CheckedStore, change: Callable[[bytearray], object], lost: range
 ) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
     edit(segment(tmp_path / "s"), change)
     assert await store.scrub() == Scrubbed(60, 60 * FULL, len(lost), 0)
     assert await get(store, KEYS) == [Result.MISS if i in lost else Result.HIT for i in range(60)]
@@ -295,10 +288,8 @@ async def all_good(keys: Sequence[PageKey], records: Sequence[object]) -> list[b
 
 
 async def test_what_cannot_be_read_is_counted_and_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", unreadable)
         assert await store.scrub() == Scrubbed(0, 0, 0, 60)
@@ -309,16 +300,12 @@ async def test_what_cannot_be_read_is_counted_and_left_alone(
     assert await file_backend(store).scrub(part, all_good) == Scrubbed(), "it is no error: its segment was reclaimed"
 
 
-async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
+async def test_to_be_scrubbed_is_not_to_be_wanted(store: CheckedStore) -> None:
     await store.scrub()
     assert [group.hot for group in file_backend(store)._log.index.holders.values()] == [0, 0]
 
 
-async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
+async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(store: CheckedStore) -> None:
     backend = file_backend(store)
 
     async def late(keys: Sequence[PageKey], records: Sequence[object]) -> list[bool]:
@@ -332,11 +319,9 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
 
 
 async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``asyncio.run`` cancels all tasks when it is interrupted; the folder must not be closed under the thread."""
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
     begun, go_on, preadv = Event(), Event(), os.preadv
 
     def slow(*args: Any) -> Any:
@@ -382,9 +367,7 @@ async def test_a_store_in_use_is_scrubbed_while_segments_come_and_go(tmp_path: P
     assert store.stats()["errors"] == 0
 
 
-async def test_closing_waits_for_the_part_that_is_being_read(tmp_path: Path) -> None:
-    store = await open_at(tmp_path / "s", OPTIONS)
-    await fill(store, KEYS)
+async def test_closing_waits_for_the_part_that_is_being_read(store: CheckedStore) -> None:
     scrubbing = asyncio.ensure_future(store.scrub())
     await asyncio.sleep(0)
     await store.aclose()

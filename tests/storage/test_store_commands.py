@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import io
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,24 +25,22 @@ from asynccache.cli.output import progress
 from asynccache.cli.store import age
 from asynccache.errors import BackendError
 from asynccache.storage import (
-    RECORD_SCHEMA,
     CheckedStore,
     PageKey,
     ParsedUrl,
     Record,
     Result,
     StoreLayout,
-    open_store,
     parse_url,
 )
-from asynccache.testing.backend_suite import LAYOUT, content, keys_of
-
-pytestmark = pytest.mark.usefixtures('plug_ins')
+from asynccache.testing.backend_suite import LAYOUT, keys_of
+from tests.storage import pages_kit
+from tests.storage.pages_kit import open_at
+from tests.stores.server import ours
 
 # ``asynccache store``: the text, the JSON, the exit status, and progress for those who wait.
 
 
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -51,11 +48,8 @@ def folder(tmp_path: Path) -> Path:
     """A store of 60 full and 20 odd pages."""
 
     async def fill() -> None:
-        url = parse_url(f"file:{tmp_path}/kv?capacity=64MiB&segment=4MiB")
-        store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)
-        for pool, count in (("full", 60), ("odd", 20)):
-            keys = keys_of(count, pool)
-            await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[pool])) for key in keys])
+        store = await open_at(tmp_path / "kv", "capacity=64MiB&segment=4MiB")
+        await pages_kit.fill(store, keys_of(60) + keys_of(20, "odd"))
         await store.aclose()
 
     asyncio.run(fill())
@@ -124,44 +118,32 @@ def test_the_capacity_is_the_stores_own(folder: Path, capsys: pytest.CaptureFixt
     assert capacity() == 48 << 20
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("verify", "file:{}/none"), "holds no store"),
-        (("gc", "file:{}", "--older-than", "soon"), "--older-than='soon'"),
-        (("gc", "file:{}", "--dry-run"), "say how old"),
-        (("ls", "file:{}", "--limit", "0"), "--limit=0"),
-        (("ls", "file:{}", "--yes"), "--yes is for asynccache store clear"),
-        (("stat", "file:{}", "--rate", "1GiB"), "--rate is for asynccache store verify"),
-        (("stat", "file:{}", "--timeout", "0"), "--timeout=0.0 must be above 0"),
-        (("clear", "file:{}"), "give --yes"),
-        (("verify", "none"), "is no store"),
-        (("verify", "tea:pot"), "unknown backend 'tea'"),
-        (("stat", "file:{}?colour=red"), "unknown option 'colour'"),
-        (("verify", "file:{}", "--rate", "fast"), "--rate='fast'"),
-        (("verify", "file:{}", "--rate", "0"), "--rate=0"),
-        (("verify", "file:{}", "--json", "/no/such/folder/x"), "--json=/no/such/folder/x"),
-    ],
-)
+@pytest.mark.parametrize(("words", "complaint"), [
+    ("store verify file:{}/none", "holds no store"),
+    ("store gc file:{} --older-than soon", "--older-than='soon'"),
+    ("store gc file:{} --dry-run", "say how old"),
+    ("store ls file:{} --limit 0", "--limit=0"),
+    ("store ls file:{} --yes", "--yes is for asynccache store clear"),
+    ("store stat file:{} --rate 1GiB", "--rate is for asynccache store verify"),
+    ("store stat file:{} --timeout 0", "--timeout=0.0 must be above 0"),
+    ("store clear file:{}", "give --yes"),
+    ("store verify none", "is no store"),
+    ("store verify tea:pot", "unknown backend 'tea'"),
+    ("store stat file:{}?colour=red", "unknown option 'colour'"),
+    ("store verify file:{} --rate fast", "--rate='fast'"),
+    ("store verify file:{} --rate 0", "--rate=0"),
+    ("store verify file:{} --json /no/such/folder/x", "--json=/no/such/folder/x"),
+    ("bench store none", "none"), ("bench store tea:pot", "tea"), ("bench store --bytes 1KiB", "--bytes"),
+    ("bench store --page-sizes big", "--page-sizes"), ("bench store --concurrency 0", "--concurrency"),
+    ("bench store --repeat 0", "--repeat"), ("bench store --batch 0", "--batch"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_said_in_a_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str
+    folder: Path, capsys: pytest.CaptureFixture[str], words: str, complaint: str
 ) -> None:
-    assert main(["store", *(word.format(folder) for word in words)]) == 2
+    assert main(words.format(folder).split()) == 2
     out, err = capsys.readouterr()
     assert complaint in err
     assert out == ""
-
-
-def test_a_store_in_use_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def meanwhile() -> int:
-        backend = await FileBackend.open(parse_url(f"file:{folder}?capacity=64MiB"), LAYOUT)
-        try:
-            return await asyncio.to_thread(main, ["store", "verify", f"file:{folder}"])
-        finally:
-            await backend.aclose()
-
-    assert asyncio.run(meanwhile()) == 2
-    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_list(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -262,8 +244,7 @@ def listed_store(monkeypatch: pytest.MonkeyPatch) -> str:
 
     async def fill() -> None:
         store = CheckedStore(Kept(), LAYOUT)
-        keys = keys_of(200) + keys_of(30, "odd")
-        await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
+        await pages_kit.fill(store, keys_of(200) + keys_of(30, "odd"))
         await store.aclose()
 
     STORED.clear()
@@ -401,8 +382,7 @@ def test_a_step_that_was_told_at_once_and_takes_long_is_shown(monkeypatch: pytes
 def test_neither_the_commands_nor_the_benchmark_import_torch() -> None:
     code = "import sys, asynccache.cli.store, asynccache.cli.bench, asynccache_backends.file as _;" \
            "sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=ours()).returncode == 0
 
 
 # The store benchmark measures what it says, on any backend, without torch.
@@ -434,23 +414,6 @@ def test_every_operation_is_measured_in_every_round(tmp_path: Path, loop: str) -
             assert ("gb_per_s" in size[op]) == (op != "exists")
     assert any("16.0 KiB pages, round 2 of 2: get shuffled, " in line for line in told)
     json.dumps(report)
-
-
-def test_what_is_in_a_store_stays_there(tmp_path: Path) -> None:
-    async def pages(change: bool) -> list[Result]:
-        store = await open_store(f"file:{tmp_path}/s?capacity=64MiB", StoreLayout({"full": 4096}, RECORD_SCHEMA))
-        assert store is not None
-        keys = [PageKey("full", bytes([n]) * 32) for n in range(20)]
-        buffers = [memoryview(bytearray(4096)) for _ in keys]
-        results = await (store.put(keys, buffers) if change else store.get(keys, buffers))
-        count = store.stats()["pages"]
-        await store.aclose()
-        assert count == 20
-        return results
-
-    asyncio.run(pages(True))
-    bench.run(options(f"file:{tmp_path}/s?capacity=64MiB", *SMALL), silent)
-    assert asyncio.run(pages(False)) == [Result.HIT] * 20
 
 
 def test_a_store_that_returns_wrong_bytes_is_found_out(
@@ -518,13 +481,3 @@ def test_quantiles_and_medians() -> None:
     assert (found["pages_per_s"], found["gb_per_s"], found["cpu_us_per_page"]) == (5, 0.0, 100_000.0)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("none",), ("--bytes", "1KiB"), ("--page-sizes", "big"), ("--concurrency", "0"), ("--repeat", "0"),
-        ("--batch", "0"), ("tea:pot",),
-    ],
-)
-def test_unusable_options_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "store", *SMALL, *words]) == 2
-    assert words[0].partition(":")[0] in capsys.readouterr().err

@@ -8,11 +8,12 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 from random import Random
-from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
@@ -23,6 +24,8 @@ from asynccache.storage import (
     PageKey,
     Record,
     Result,
+    StorageBackend,
+    StoreLayout,
     attachment,
     open_store,
 )
@@ -31,12 +34,13 @@ from asynccache.storage.promotion import Promotions
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
-from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import settings, text
-from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.backend import HONEST, Hang, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.storage.page_kit import in_world
+from tests.storage import pages_kit
+from tests.storage.pages_kit import Misbehaving, in_world
+from tests.waiting import until
 
 # A store from attaching to closing: probes that hang, closing at the wrong moment, memory that is refused. In virtual
 # time.
@@ -45,57 +49,34 @@ from tests.storage.page_kit import in_world
 KEYS = keys_of(2, "odd")
 
 
-class Frozen(WrappedBackend):
-    """It serves nothing; a question is let go of only when it ``thaws``, whoever cancels it."""
-
-    def __init__(self) -> None:
-        super().__init__(SimulatedBackend(Random(1)))
-        self.thaws = asyncio.Event()
-        self.inside = 0
-        self.closed_over = -1
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.inside += 1
-        try:
-            while not self.thaws.is_set():
-                try:
-                    await self.thaws.wait()
-                except asyncio.CancelledError:
-                    continue
-        finally:
-            self.inside -= 1
-        return [Result.MISS] * len(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        raise BackendError("frozen")
-
-    async def aclose(self) -> None:
-        self.closed_over = self.inside
-
-
 async def read(store: CheckedStore) -> list[Result]:
     return await store.get(KEYS, [blank(key).payload for key in KEYS])
 
 
+def frozen() -> tuple[Backend, CheckedStore]:
+    """It serves nothing; a question is let go of only when it ``answer()``s, whoever cancels it."""
+    backend = Backend("frozen")
+    backend.down, backend.hangs = True, [Hang(frozenset({"exists"}), 0.0, inf, stubborn=True)]
+    backend.hang()
+    return backend, CheckedStore(backend, LAYOUT, threads=0, timeout=1.0, slow=0.5)
+
+
 @in_world
 async def test_a_probe_that_hangs_is_the_only_one(loop: SimulatedLoop) -> None:
-    backend = Frozen()
-    store = CheckedStore(backend, LAYOUT, threads=0, timeout=1.0, slow=0.5)
+    backend, store = frozen()
     for _ in range(300):
         await read(store)
         await asyncio.sleep(1.0)
-        assert backend.inside <= 1
-    assert backend.inside == 1
-    backend.thaws.set()
+        assert backend.holding <= 1
+    assert backend.holding == 1
+    backend.answer()
     await store.aclose()
-    assert backend.closed_over == 0
 
 
 @in_world
 async def test_the_backend_is_not_closed_over_a_probe_by_who_is_cancelled(loop: SimulatedLoop) -> None:
-    backend = Frozen()
-    store = CheckedStore(backend, LAYOUT, threads=0, timeout=1.0, slow=0.5)
-    while not backend.inside:
+    backend, store = frozen()
+    while not backend.holding:
         await read(store)
         await asyncio.sleep(1.0)
     closing = asyncio.ensure_future(store._guard.aclose())
@@ -103,42 +84,26 @@ async def test_the_backend_is_not_closed_over_a_probe_by_who_is_cancelled(loop: 
     closing.cancel()
     await asyncio.sleep(1.0)
     assert not closing.done()
-    backend.thaws.set()
+    backend.answer()
     await asyncio.wait([closing])
     assert closing.cancelled()
-    assert backend.inside == 0
+    assert backend.holding == 0
     await store.aclose()
 
 
 @in_world
 async def test_of_two_who_close_all_stores_both_succeed(loop: SimulatedLoop) -> None:
-    class Slow(WrappedBackend):
-        async def aclose(self) -> None:
-            await asyncio.sleep(0.1)
-
-    store = TieredStore(threads=0)
-    store.attach(AttachedStore(CheckedStore(Slow(SimulatedBackend(Random(1))), LAYOUT, threads=0), StoreOptions("a")))
+    store = tiers(Misbehaving(aclose=0.1))
     await asyncio.gather(store.aclose(), store.aclose())
     assert not store._leaving
 
 
 async def test_a_backend_that_is_none_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Half:
-        closed_times = 0
-
-        async def aclose(self) -> None:
-            self.closed_times += 1
-
-    backend = Half()
-
-    class Scheme:
-        async def open(self, url: Any, layout: Any) -> Any:
-            return backend
-
-    monkeypatch.setattr(attachment, "backend_class", lambda name: Scheme())
+    half = Mock(spec=["aclose"], aclose=AsyncMock())
+    monkeypatch.setattr(attachment, "backend_class", lambda name: Mock(open=AsyncMock(return_value=half)))
     with pytest.raises(ConfigError, match="backend="):
         await open_store("picky:", LAYOUT)
-    assert backend.closed_times == 1
+    half.aclose.assert_awaited_once()
 
 
 # ``flush`` without a time-out, and detaching, with a store that does not answer: both end after so many times the
@@ -146,27 +111,6 @@ async def test_a_backend_that_is_none_is_closed_again(monkeypatch: pytest.Monkey
 
 
 TIMEOUT, SLOW = 30.0, 10.0                             # as they are if nobody says otherwise
-
-
-class Hangs(WrappedBackend):
-    """From ``hung`` on it answers no put, and no flush if it has any. It can be cancelled."""
-
-    def __init__(self, *, durable: bool) -> None:
-        super().__init__(SimulatedBackend(Random(1), Hostility(delay=0.0)))
-        self.durable = durable
-        self.hung = False
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._hang()
-        return await self.inner.put(keys, records)
-
-    async def flush(self) -> None:
-        if self.durable:
-            await self._hang()
-
-    async def _hang(self) -> None:
-        if self.hung:
-            await asyncio.Event().wait()
 
 
 async def publish(cache: AsyncCache, seed: int) -> None:
@@ -180,11 +124,11 @@ async def publish(cache: AsyncCache, seed: int) -> None:
 def test_a_flush_ends_and_says_what_is_not_stored(texts: int, durable: bool) -> None:
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        backend = Hangs(durable=durable)
+        backend = Misbehaving(SimulatedBackend(Random(1), Hostility(delay=0.0)))
         config = settings(400, 800)
         store = CheckedStore(backend, store_layout(config.pools()), threads=0, timeout=TIMEOUT, slow=SLOW)
         async with AsyncCache(config, device=device, storage=store) as cache:
-            backend.hung = True
+            backend.how = {"put": "hangs", "flush": "hangs" if durable else "works"}
             for seed in range(texts):
                 await publish(cache, seed)
             began = loop.time()
@@ -194,7 +138,7 @@ def test_a_flush_ends_and_says_what_is_not_stored(texts: int, durable: bool) -> 
             else:
                 assert (await cache.flush()).storage > 0
             assert loop.time() - began < (HOPELESS_ROUNDS + durable) * TIMEOUT + 1.0
-            backend.hung = False
+            backend.how = {}
             await asyncio.sleep(60.0)                  # the breaker's longest pause, and some
             await publish(cache, texts)                # has a probe begun, if nothing else has
             await asyncio.sleep(1.0)
@@ -211,9 +155,9 @@ def test_a_detach_returns_when_the_calls_under_way_have_ended() -> None:
 
     async def main(loop: SimulatedLoop) -> None:
         device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        backend = Hangs(durable=False)
+        backend = Misbehaving(SimulatedBackend(Random(1), Hostility(delay=0.0)))
         async with AsyncCache(settings(400, 800), device=device, storage=backend) as cache:
-            backend.hung = True
+            backend.how = {"put": "hangs"}
             await publish(cache, 1)
             (name,) = cache.stores
             began = loop.time()
@@ -241,7 +185,6 @@ class Backend(SimulatedBackend):
     def __init__(self, name: str, hostility: Hostility = HONEST, seed: int = 0) -> None:
         super().__init__(Random(f"{name} {seed}"), hostility)
         self.asked: Counter[PageKey] = Counter()
-        self.registered: list[str] = []
         self.closed_times = 0
         self.flushed_times = 0
         self.down = False
@@ -268,20 +211,17 @@ class Backend(SimulatedBackend):
         if self.down:
             raise Unavailable("down")
 
-    def register(self, pool: str, memory: memoryview) -> None:
-        self.registered.append(pool)
-
     async def aclose(self) -> None:
         assert not self.holding, "it is closed while somebody is inside"
         self.closed_times += 1
         await super().aclose()
 
 
-def checked(backend: SimulatedBackend) -> CheckedStore:
+def checked(backend: StorageBackend) -> CheckedStore:
     return CheckedStore(backend, LAYOUT, threads=0, breaker=Breaker(threshold=1 << 30))
 
 
-def tiers(*backends: SimulatedBackend, policies: Sequence[StoreOptions] = (), room: int = 1 << 20) -> TieredStore:
+def tiers(*backends: StorageBackend, policies: Sequence[StoreOptions] = (), room: int = 1 << 20) -> TieredStore:
     """Stores named a, b, c, nearest first."""
     store = TieredStore(threads=0, room=room)
     named = {options.name: options for options in policies}
@@ -394,22 +334,6 @@ async def test_what_a_nearer_store_has_damaged_comes_from_a_farther_one(loop: Si
 
 
 @in_world
-async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop: SimulatedLoop) -> None:
-    near, middle, far = Backend("near"), Backend("middle"), Backend("far")
-    store = tiers(near, middle, far, policies=[StoreOptions("a", write=False), StoreOptions("c", promote=False)])
-    await checked(middle).put(EIGHT_KEYS[:2], payloads(EIGHT_KEYS[:2]))
-    await checked(far).put(EIGHT_KEYS[:5], payloads(EIGHT_KEYS[:5]))
-    assert await fetched(store) == [HIT] * 5 + [MISS] * 3
-    await ended(store.promotions)
-    assert has(near) == has(middle) == has(far) == [True] * 5 + [False] * 3
-    assert store.stats()["promoted_pages"] == 5 + 3
-    far.asked.clear()
-    assert await fetched(store, EIGHT_KEYS[:5]) == [HIT] * 5
-    assert not far.asked
-    await store.aclose()
-
-
-@in_world
 async def test_stores_that_pages_are_written_or_promoted_to_are_flushed(loop: SimulatedLoop) -> None:
     """A power loss after ``flush`` loses no page that was promoted before it; and no store is flushed that nothing was
     written to, since a flush that it cannot make would fail."""
@@ -461,22 +385,16 @@ async def test_what_is_forgotten_is_not_promoted_any_more(loop: SimulatedLoop) -
 @in_world
 async def test_what_is_deleted_takes_nothing_else_with_it(loop: SimulatedLoop) -> None:
     """Neither from the batches that wait nor from the one that is under way, for which nobody waits."""
-    began, gate = asyncio.Event(), asyncio.Event()
-
-    class Gated(Backend):
-        async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-            began.set()
-            await gate.wait()
-            return await super().put(keys, records)
-
-    near, far = Gated("near"), Backend("far")
+    near, far = Backend("near"), Backend("far")
+    near.hangs = [Hang(frozenset({"put"}), 0.0, inf, stubborn=False)]
+    near.hang()
     store = tiers(near, far)
     await checked(far).put(EIGHT_KEYS, payloads())
     for part in (EIGHT_KEYS[:3], EIGHT_KEYS[3:5], EIGHT_KEYS[5:]):
         assert await fetched(store, part) == [HIT] * len(part)
-    await began.wait()
+    await until(lambda: bool(near.hung))
     await store.delete(EIGHT_KEYS[3:4])
-    gate.set()
+    near.answer()
     await ended(store.promotions)
     assert has(near) == [True] * 3 + [False] * 2 + [True] * 3
     assert (store.stats()["promoted_pages"], store.stats()["unpromoted_pages"]) == (6, 2)
@@ -484,43 +402,18 @@ async def test_what_is_deleted_takes_nothing_else_with_it(loop: SimulatedLoop) -
     await store.aclose()
 
 
-class OneByOne:
-    """A target whose calls take a second. ``most``: how many ran at a time. ``done``: how many have ended well."""
-
-    def __init__(self) -> None:
-        self.most = self.now = self.done = 0
-
-    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            await asyncio.sleep(1.0)
-        finally:
-            self.now -= 1
-        self.done += 1
-        return [HIT] * len(keys)
-
-
 @in_world
 async def test_a_slow_store_does_not_hold_up_promotions_to_another_one(loop: SimulatedLoop) -> None:
-    class Hanging:
-        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-            busy.append(keys)
-            try:
-                await asyncio.sleep(1000.0)
-            finally:
-                busy.remove(keys)
-            return [HIT] * len(keys)
-
-    busy: list[Sequence[PageKey]] = []
-    slow, target, promotions = Hanging(), OneByOne(), Promotions(threads=0)
+    slow, target, promotions = Misbehaving(put="hangs"), Misbehaving(put=1.0), Promotions(threads=0)
+    near, far = checked(slow), checked(target)
     for key, payload in zip(EIGHT_KEYS, payloads(), strict=True):
-        await promotions.offer([key], [payload], [(slow, [0]), (target, [0])], 0)
+        await promotions.offer([key], [payload], [(near, [0]), (far, [0])], 0)
     await asyncio.sleep(len(EIGHT_KEYS) + 1.0)
-    assert target.done == len(EIGHT_KEYS)
+    assert await far.exists(EIGHT_KEYS) == [HIT] * 8
     assert target.most == 1
+    assert slow.now["put"] == 1
     async with promotions.paused(5.0):
-        assert not busy, "no store has the copies any more"
+        assert not slow.now["put"], "no store has the copies any more"
     await ended(promotions)
     assert promotions.counts == {"promoted": len(EIGHT_KEYS), "unpromoted": len(EIGHT_KEYS)}
     await promotions.aclose()
@@ -533,7 +426,7 @@ async def test_pages_for_whose_copies_there_is_no_memory_are_not_promoted(loop: 
     for error in (OSError(12, "Cannot allocate memory"), MemoryError()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("asynccache.storage.promotion.mmap.mmap", Mock(side_effect=error))
-            await promotions.offer(EIGHT_KEYS, pages, [(OneByOne(), range(8))], 0)
+            await promotions.offer(EIGHT_KEYS, pages, [(checked(Backend("far")), range(8))], 0)
     await ended(promotions)
     assert promotions.counts == {"unpromoted": 16}
     assert promotions.held == 0
@@ -544,8 +437,8 @@ async def test_pages_for_whose_copies_there_is_no_memory_are_not_promoted(loop: 
 async def test_a_copy_takes_whole_pages_of_memory(loop: SimulatedLoop) -> None:
     """Each batch is a mapping of its own, of which a process can have 65,530."""
     promotions = Promotions(threads=0, room=3 * mmap.PAGESIZE)
-    for key in EIGHT_KEYS:
-        await promotions.offer([key], [memoryview(bytearray(100))], [(OneByOne(), [0])], 0)
+    for key, page in zip(EIGHT_KEYS, payloads(), strict=True):
+        await promotions.offer([key], [page], [(checked(Misbehaving(put=1.0)), [0])], 0)
     assert promotions.held == 3 * mmap.PAGESIZE
     await ended(promotions)
     assert promotions.counts == {"promoted": 3, "unpromoted": 5}
@@ -553,24 +446,15 @@ async def test_a_copy_takes_whole_pages_of_memory(loop: SimulatedLoop) -> None:
 
 
 async def test_large_copies_are_made_in_a_thread() -> None:
-    store = TieredStore(room=4 << 20)
-    pages: list[bytes] = []
-
-    class Target:
-        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-            pages.extend(map(bytes, payloads))
-            return [HIT] * len(keys)
-
-    content = [Random(i).randbytes(300_000) for i in range(8)]
-    keys = [PageKey("p", bytes([i]) * 32) for i in range(8)]
-    promotions = store.promotions
-    views = [memoryview(bytearray(page)) for page in content]
-    await promotions.offer(keys, views, [(Target(), range(8))], 0)
+    large = StoreLayout({"odd": 300_000}, LAYOUT.schema)
+    promotions, target = Promotions(room=4 << 20), CheckedStore(MemoryBackend(), large)
+    pages = [record_of(key, large).payload for key in EIGHT_KEYS]
+    await promotions.offer(EIGHT_KEYS, pages, [(target, range(8))], 0)
     await ended(promotions)
-    assert pages == content
+    assert await pages_kit.get(target, EIGHT_KEYS) == [HIT] * 8
     assert promotions.counts["promoted"] == 8
-    await store.aclose()
-    await store.aclose()
+    await promotions.aclose()
+    await target.aclose()
 
 
 @in_world

@@ -1,5 +1,5 @@
 """A cache whose store fails, and the courses: what is done to each kind of store meanwhile. As a program, every course,
-and what it measured: a table, and JSON.
+and what it measured, as JSON.
 
     python -m tests.stores.failing [--json FILE] [STORE ...]
 """
@@ -28,7 +28,7 @@ from tests import warm
 from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.object_server import CephServer, MotoServer
 from tests.stores.redis_server import RedisCluster, RedisServer
-from tests.stores.server import HOST
+from tests.stores.server import HOST, ROOT, ours
 from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, SlowProxy
 
 # A cache whose store fails: the stress tool runs with verification, while trouble comes and goes.
@@ -39,7 +39,6 @@ from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, SlowProxy
 # The courses stand at the end.
 
 
-ROOT = Path(__file__).resolve().parents[2]
 LOAD = (
     "--workload", "mixed", "--rate", "25", "--concurrency", "16", "--components", "full,swa,mamba",
     "--end-hints", "0.5", "--window", "256",
@@ -109,11 +108,10 @@ class Run:
     def __init__(self, storage: str, *more: str, environment: Mapping[str, str] | None = None) -> None:
         words = [*LOAD, "--storage", storage, *more]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the run; a store's client may say a lot
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
         self.process = warm.Popen(
             [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.stores.failing_child", *words], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1,
-            start_new_session=True, env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            start_new_session=True, env=ours(environment),
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -264,23 +262,6 @@ def figures(seen: Seen, without: Mapping[str, Any]) -> dict[str, Any]:
             "phases": phases}  # fmt: skip
 
 
-def table(courses: Sequence[Mapping[str, Any]]) -> str:
-    """The figures of all courses, as a table."""
-    words = ("requests", "p99", "open p99", "x none", "open x", "back")  # open: once the breaker is
-    head = f"{'store':<10} {'it was':<12} {'{:>8} {:>9} {:>9} {:>7} {:>7} {:>6}'.format(*words)}"
-    lines = [head, "-" * len(head)]
-    for course in courses:
-        lines.append(f"{course['store']:<10} {'(no L3)':<12} {'':>8} {course['p99_without_l3_ms']:>6.0f} ms")
-        for name, phase in course["phases"].items():
-            opened = "" if phase["p99_open_ms"] is None else f"{phase['p99_open_ms']:.0f} ms"
-            times = "" if phase["times_without_l3_open"] is None else f"{phase['times_without_l3_open']:.2f}"
-            lines.append(
-                f"{'':<10} {name:<12} {phase['requests']:>8} {phase['p99_ms']:>6.0f} ms {opened:>9}"
-                f" {phase['times_without_l3']:>7.2f} {times:>7} {phase['hits_back_after_s']:>4.1f} s"
-            )
-    return "\n".join(lines)
-
-
 # The courses: what is done to each kind of store while the stress tool runs. Each returns what was seen, after it was
 # checked. A server is made for its course: what is done to it is felt by every client.
 
@@ -331,7 +312,7 @@ def _full_and_slow(name: str, url: str, servers: Any, proxies: Sequence[SlowProx
 
 
 def _redis(server: Any) -> Seen:
-    emptied = Trouble("emptied", lambda: server.restart(empty=True), lambda: None, seconds=3.0, opens=False)
+    emptied = Trouble("emptied", server.restart, lambda: None, seconds=3.0, opens=False)
     return _hung_and_killed("redis", server, emptied)
 
 
@@ -460,9 +441,10 @@ def main() -> int:
     options = parser.parse_args()
     names = options.stores or [name for name in STORES if name != "ceph" or shutil.which(CephServer.program)]
     found = list(measured(names))
-    sys.stdout.write(table(found) + "\n")
+    text = json.dumps(found, indent=2) + "\n"
+    sys.stdout.write(text)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(text)
     return int(len(found) < sum(len(of(name)) for name in names))
 
 

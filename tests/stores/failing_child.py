@@ -24,8 +24,7 @@ from asynccache.cli.workloads import RunRequest
 from asynccache.runtime.prefetch import Prefetch, Prefetches
 from asynccache.storage import Breaker, BreakerState, Permit
 
-COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
-           "timeouts", "failed_calls", "failed_pages", "refused_calls", "crowded_calls")  # fmt: skip
+COUNTED = ("get_pages", "corrupt_pages", "breaker_opened")
 
 
 class Moments:
@@ -70,18 +69,9 @@ class Watched(Session):
 
     def standing(self) -> dict[str, Any]:
         """Counters of now; of any thread."""
-        tally, statistics = self.tally, None if self.cache is None else self.cache.statistics()
-        storage = statistics.storage if statistics is not None else {}
-        return {
-            "t": time.monotonic(), "began": self.cache is not None, "requests": tally.requests, "served": tally.served,
-            "failed": tally.failed, "mismatches": tally.mismatches, "storage_tokens": tally.storage,
-            "timed": len(tally.first_token), "dropped": statistics.dropped_backups if statistics is not None else 0,
-            **{name: storage.get(name, 0) for name in COUNTED},
-        }  # fmt: skip
-
-    def latencies(self) -> dict[str, list[float]]:
-        """Of every request that was served, in seconds."""
-        return {"first_token": list(self.tally.first_token), "waits": list(self.tally.waits)}
+        storage = {} if self.cache is None else self.cache.statistics().storage
+        return {"served": self.tally.served, "timed": len(self.tally.first_token),
+                **{name: storage.get(name, 0) for name in COUNTED}}  # fmt: skip
 
 
 def main() -> None:
@@ -96,8 +86,8 @@ def main() -> None:
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
         report = runner.run(session.reported())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _say({"traceback": None, **report, **session.latencies(), "asked": moments.asked, "changes": moments.changes,
-          "fetched_while_open": moments.fetched})
+    _say({"traceback": None, **report, "first_token": list(session.tally.first_token), "asked": moments.asked,
+          "changes": moments.changes, "fetched_while_open": moments.fetched})
 
 
 def _answer(session: Watched) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import select
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from threading import Thread
 from typing import Any, Self
 
@@ -25,8 +23,8 @@ from asynccache.cli.meter import run_delay
 from asynccache.errors import Unavailable
 from asynccache.storage import HEADER_BYTES, PageKey, Record, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, content, page_key
+from tests.stores.server import ROOT, ours
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSWER_WITHIN = 90.0
 PAGES = 256
 
@@ -34,11 +32,10 @@ PAGES = 256
 class Child:
     """The process; ``child.ask("put", count=64)`` is what it answers."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'backends'}", **(environment or {})},
+            [sys.executable, __file__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, bufsize=1, env=ours(),
         )  # fmt: skip
 
     def tell(self, do: str, **arguments: Any) -> None:
@@ -75,6 +72,30 @@ class Child:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+class Pool:
+    """Host memory as the runtime has it: a registered slab of pages, and headers that are not registered."""
+
+    def __init__(self, backend: MooncakeBackend, size: int, pages: int) -> None:
+        slab, headers = aligned(pages * size), memoryview(bytearray(pages * HEADER_BYTES))
+        backend.register("full", slab)
+        self.records = [
+            Record(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], slab[i * size : (i + 1) * size])
+            for i in range(pages)
+        ]
+
+    def fill(self, keys: Sequence[PageKey]) -> list[Record]:
+        """What belongs to the keys; as many of the records."""
+        for key, record in zip(keys, self.records, strict=False):
+            whole = content(key, HEADER_BYTES + record.payload.nbytes)
+            record.header[:], record.payload[:] = whole[:HEADER_BYTES], whole[HEADER_BYTES:]
+        return self.records[: len(keys)]
+
+    def wrong(self, keys: Sequence[PageKey], at: int = 0) -> list[bool]:
+        """Of which keys the records, from that one on, are not what belongs to them."""
+        pairs = zip(keys, self.records[at:], strict=False)
+        return [bytes(r.header) + bytes(r.payload) != content(k, HEADER_BYTES + r.payload.nbytes) for k, r in pairs]
 
 
 class Worker:
@@ -130,32 +151,20 @@ class Worker:
         backend, figures = await self._measured(MooncakeBackend.open(parse_url(url, options), LAYOUT))
         if backend is None:
             return figures
-        self.backend = backend
-        size = LAYOUT.page_bytes["full"]
-        slab, headers = aligned(PAGES * size), memoryview(bytearray(PAGES * HEADER_BYTES))
-        self.backend.register("full", slab)
-        self.records = [
-            Record(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], slab[i * size : (i + 1) * size])
-            for i in range(PAGES)
-        ]
+        self.backend, self.pool = backend, Pool(backend, LAYOUT.page_bytes["full"], PAGES)
         return figures
 
     async def put(self, count: int, name: str = "") -> dict[str, Any]:
         """Store pages whose content is a function of their key."""
-        keys, records = _keys(count, name), self.records[:count]
-        for key, record in zip(keys, records, strict=True):
-            record.header[:], record.payload[:] = _page(key, record)
-        return (await self._answered(self.backend.put(keys, records)))[1]
+        keys = _keys(count, name)
+        return (await self._answered(self.backend.put(keys, self.pool.fill(keys))))[1]
 
     async def get(self, count: int, name: str = "") -> dict[str, Any]:
         """``wrong``: hits that are not what was put."""
-        keys, records = _keys(count, name), self.records[:count]
-        for record in records:
-            record.header[:], record.payload[:] = bytes(HEADER_BYTES), bytes(record.payload.nbytes)
+        keys, records = _keys(count, name), self.pool.fill(_keys(count, "nothing"))
         results, figures = await self._answered(self.backend.get(keys, records))
-        hits = [(key, r) for key, r, result in zip(keys, records, results, strict=False) if result is Result.HIT]
-        wrong = sum((bytes(record.header), bytes(record.payload)) != _page(key, record) for key, record in hits)
-        return {**figures, "wrong": wrong}
+        wrong = [bad for result, bad in zip(results, self.pool.wrong(keys), strict=False) if result is Result.HIT]
+        return {**figures, "wrong": sum(wrong)}
 
     async def exists(self, count: int, name: str = "") -> dict[str, Any]:
         """Ask whether pages are stored."""
@@ -163,7 +172,7 @@ class Worker:
 
     async def cancel(self, count: int, after: float) -> dict[str, Any]:
         """Cancel a get after ``after`` seconds. Returns how long it held its buffers from then on."""
-        getting = asyncio.ensure_future(self.backend.get(_keys(count, ""), self.records[:count]))
+        getting = asyncio.ensure_future(self.backend.get(_keys(count, ""), self.pool.records[:count]))
         await asyncio.sleep(after)
         getting.cancel()
         began = asyncio.get_running_loop().time()
@@ -202,12 +211,6 @@ class Worker:
 
 def _keys(count: int, name: str) -> list[PageKey]:
     return [page_key(f"{name}{i}") for i in range(count)]
-
-
-def _page(key: PageKey, record: Record) -> tuple[bytes, bytes]:
-    """What a record of this key consists of."""
-    whole = content(key, HEADER_BYTES + record.payload.nbytes)
-    return whole[:HEADER_BYTES], whole[HEADER_BYTES:]
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class MooncakeMaster(Server):
     libraries = LIBRARIES
     hint = install("mooncake")
 
-    def __init__(self, port: int = 0, *, segment: int = 256, ttl: int = 30) -> None:
-        super().__init__(port)
+    def __init__(self, *, segment: int = 256, ttl: int = 30) -> None:
+        super().__init__()
         self.admin = free_port()
         self._ttl = ttl
         self.owner = SegmentOwner(self, segment) if segment else None

@@ -7,50 +7,73 @@ import hashlib
 import hmac
 import shutil
 import subprocess
-import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from email.utils import formatdate
 from typing import Self
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from tests.stores.server import HOST, READY_WITHIN, CannotStart, NowhereRequired, Server, free_port, path_of
-
-# S3 on loopback: ``moto_server``, in memory, enforces create-if-absent. Any credentials will do, but some must be.
-
+from tests.stores.server import HOST, CannotStart, NowhereRequired, Server, await_start, path_of
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "asynccache", "AWS_SECRET_ACCESS_KEY": "asynccache-secret"}
+"""Any will do for ``moto_server``, but some must be."""
 
 
-class S3Server(Server):
-    """One with a bucket."""
+class BucketServer(Server):
+    """One with a bucket, which it has again whenever it starts; what was stored before is gone.
 
-    bucket = "bucket"
-    prefix = "kv"
+    Subclasses say ``url_at(prefix)``, which is what ``--storage`` takes, and ``creation()``, the request for a bucket.
+    """
 
+    client_environment: Mapping[str, str] = CREDENTIALS
+
+    @property
+    def url(self) -> str:
+        return self.url_at("kv")
+
+    def url_at(self, prefix: str) -> str:
+        raise NotImplementedError
+
+    def creation(self) -> Request:
+        raise NotImplementedError
+
+    def start(self) -> Self:
+        super().start()
+        self.make_bucket()
+        return self
+
+    def make_bucket(self) -> None:
+        """Raises CannotStart if it refuses for long."""
+        why = ""
+
+        def made() -> bool:
+            nonlocal why
+            try:
+                with urlopen(self.creation(), timeout=10):
+                    return True
+            except OSError as error:
+                why = str(error)
+                return False
+
+        try:
+            await_start(made, lambda: f"{self.program} makes no bucket: {why} {self.log[-300:]}", self.ready_within)
+        except CannotStart:
+            self.kill()
+            raise
+
+
+class S3Server(BucketServer):
     @property
     def endpoint(self) -> str:
         """Where it listens."""
         return f"http://{HOST}:{self.port}"
 
-    @property
-    def url(self) -> str:
-        return self.url_at(self.prefix)
-
     def url_at(self, prefix: str) -> str:
-        """What ``--storage`` takes, for another prefix in the same bucket."""
-        return f"s3://{self.bucket}/{prefix}?endpoint={self.endpoint}&region=us-east-1"
-
-    @property
-    def client_environment(self) -> Mapping[str, str]:
-        """What a client needs in its environment."""
-        return CREDENTIALS
+        return f"s3://bucket/{prefix}?endpoint={self.endpoint}&region=us-east-1"
 
 
 class MotoServer(S3Server):
-    """It holds nothing after its process has ended, and has its bucket again whenever it starts."""
+    """``moto_server``, in memory; it enforces create-if-absent."""
 
     program = "moto_server"
     hint = "pip install 'moto[server]'"
@@ -61,26 +84,8 @@ class MotoServer(S3Server):
     def environment(self) -> Mapping[str, str]:
         return {"PYTHONWARNINGS": "ignore"}
 
-    def start(self) -> Self:
-        super().start()
-        self.make_bucket()
-        return self
-
-    def make_bucket(self) -> None:
-        """Raises CannotStart if it refuses for long."""
-        end = time.monotonic() + READY_WITHIN
-        while time.monotonic() < end:
-            with suppress(URLError, OSError):
-                request = Request(f"{self.endpoint}/{self.bucket}", method="PUT")
-                with urlopen(request, timeout=5):
-                    return
-            time.sleep(0.05)
-        self.kill()
-        raise CannotStart(f"{self.program} makes no bucket: {self.log[-300:]}")
-
-
-# Azure's blob storage on loopback: ``azurite``, from npm, in memory. Nowhere required: its tests skip where it or node
-# is missing.
+    def creation(self) -> Request:
+        return Request(f"{self.endpoint}/bucket", method="PUT")
 
 
 ACCOUNT = "asynccache"
@@ -88,31 +93,22 @@ KEY = base64.b64encode(hashlib.sha512(b"known to everybody").digest()).decode()
 VERSION = "2021-12-02"
 
 
-class Azurite(Server):
-    """It holds nothing after its process has ended, and has its container again whenever it starts."""
+class Azurite(BucketServer):
+    """Azure's blob storage: ``azurite``, from npm, in memory. Nowhere required: its tests skip where it or node is
+    missing."""
 
     program = "azurite-blob"
     hint = "npm install -g azurite"
     missing = NowhereRequired
-    container = "container"
+    client_environment: Mapping[str, str] = {"AZURE_STORAGE_ACCOUNT_KEY": KEY}
 
     @property
     def endpoint(self) -> str:
         """Where its account is."""
         return f"http://{HOST}:{self.port}/{ACCOUNT}"
 
-    @property
-    def url(self) -> str:
-        return self.url_at("kv")
-
     def url_at(self, prefix: str) -> str:
-        """What ``--storage`` takes, for another prefix in the same container."""
-        return f"az://{self.container}/{prefix}?endpoint={self.endpoint}&account={ACCOUNT}"
-
-    @property
-    def client_environment(self) -> Mapping[str, str]:
-        """What a client needs in its environment."""
-        return {"AZURE_STORAGE_ACCOUNT_KEY": KEY}
+        return f"az://container/{prefix}?endpoint={self.endpoint}&account={ACCOUNT}"
 
     def command(self, program: str) -> Sequence[str]:
         return [program, "--blobHost", HOST, "--blobPort", str(self.port),
@@ -121,27 +117,14 @@ class Azurite(Server):
     def environment(self) -> Mapping[str, str]:
         return {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}
 
-    def start(self) -> Self:
-        super().start()
-        end, why = time.monotonic() + READY_WITHIN, ""
-        while time.monotonic() < end:
-            try:
-                with urlopen(self._signed(), timeout=5):
-                    return self
-            except (URLError, OSError) as error:
-                why = str(error)
-            time.sleep(0.05)
-        self.kill()
-        raise CannotStart(f"{self.program} makes no container: {why}")
-
-    def _signed(self) -> Request:
-        """The request for a container, as Azure signs them: all that is needed here."""
+    def creation(self) -> Request:
+        """As Azure signs them: all that is needed here."""
         date = formatdate(usegmt=True)
         lines = ["PUT", *[""] * 11, f"x-ms-date:{date}", f"x-ms-version:{VERSION}",
-                 f"/{ACCOUNT}/{ACCOUNT}/{self.container}", "restype:container"]  # fmt: skip
+                 f"/{ACCOUNT}/{ACCOUNT}/container", "restype:container"]  # fmt: skip
         digest = hmac.new(base64.b64decode(KEY), "\n".join(lines).encode(), hashlib.sha256).digest()
         signature = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
-        return Request(f"{self.endpoint}/{self.container}?restype=container", method="PUT",
+        return Request(f"{self.endpoint}/container?restype=container", method="PUT",
                        headers={"x-ms-date": date, "x-ms-version": VERSION, "Authorization": signature})  # fmt: skip
 
 
@@ -188,8 +171,8 @@ class CephServer(S3Server):
     missing = NowhereRequired
     ready_within = PATIENCE
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(port)
+    def __init__(self) -> None:
+        super().__init__()
         self._fsid = str(uuid.uuid4())
         self._monitor = _Daemon(self, "ceph-mon", ["-i", "a"])
         self._osd = _Daemon(self, "ceph-osd", ["-i", "0"])
@@ -210,14 +193,16 @@ class CephServer(S3Server):
             self._start_monitor()
             self._start_osd()
             super().start()
-            self.run("radosgw-admin", "user", "create", "--uid=asynccache", "--display-name=asynccache",
-                     f"--access-key={CREDENTIALS['AWS_ACCESS_KEY_ID']}",
-                     f"--secret-key={CREDENTIALS['AWS_SECRET_ACCESS_KEY']}")
-            self._make_bucket()
         except BaseException:
             self.kill()
             raise
         return self
+
+    def make_bucket(self) -> None:
+        self.run("radosgw-admin", "user", "create", "--uid=asynccache", "--display-name=asynccache",
+                 f"--access-key={CREDENTIALS['AWS_ACCESS_KEY_ID']}",
+                 f"--secret-key={CREDENTIALS['AWS_SECRET_ACCESS_KEY']}")
+        super().make_bucket()
 
     def limit(self, size: int) -> None:
         """How many bytes its user may store; 0: any number."""
@@ -272,30 +257,15 @@ class CephServer(S3Server):
                  "-o", str(self.folder / "osd" / "keyring"))
         self.run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", own)
         self._osd.start()
-        until = time.monotonic() + PATIENCE
-        while " 1 up" not in self.run("ceph", "osd", "stat"):
-            if time.monotonic() > until:
-                raise CannotStart("the OSD does not come up")
-            time.sleep(0.2)
+        await_start(lambda: " 1 up" in self.run("ceph", "osd", "stat"), lambda: "the OSD does not come up", PATIENCE)
 
-    def _make_bucket(self) -> None:
-        until, why = time.monotonic() + PATIENCE, ""
-        while time.monotonic() < until:
-            try:
-                with urlopen(self._signed("PUT", f"/{self.bucket}"), timeout=10):
-                    return
-            except (URLError, OSError) as error:
-                why = str(error)
-            time.sleep(0.2)
-        raise CannotStart(f"radosgw makes no bucket: {why}")
-
-    def _signed(self, method: str, path: str) -> Request:
-        """A request as S3 signed them first: all that is needed here."""
+    def creation(self) -> Request:
+        """As S3 signed them first: all that is needed here."""
         date = formatdate(usegmt=True)
         secret = CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode()
-        digest = hmac.new(secret, f"{method}\n\n\n{date}\n{path}".encode(), hashlib.sha1).digest()
+        digest = hmac.new(secret, f"PUT\n\n\n{date}\n/bucket".encode(), hashlib.sha1).digest()
         signature = f"AWS {CREDENTIALS['AWS_ACCESS_KEY_ID']}:{base64.b64encode(digest).decode()}"
-        return Request(self.endpoint + path, method=method, headers={"Date": date, "Authorization": signature})
+        return Request(f"{self.endpoint}/bucket", method="PUT", headers={"Date": date, "Authorization": signature})
 
 
 class _Daemon(Server):
@@ -305,7 +275,7 @@ class _Daemon(Server):
     ready_within = PATIENCE
 
     def __init__(self, cluster: CephServer, program: str, words: Sequence[str]) -> None:
-        super().__init__(free_port())
+        super().__init__()
         self.program = program
         self._cluster = cluster
         self._words = words

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from tests.stores.server import HOST, CannotStart, Entered, Server, free_port, path_of
+from tests.stores.server import HOST, Entered, Server, await_start, free_port, path_of
 
 BUS = 10000
 """A cluster's servers talk to each other at their port and so much."""
 SLOTS = 16384
+SHARE = SLOTS // 3 + 1                                 # of each of three
 
 
 class RedisServer(Server):
@@ -57,11 +57,11 @@ class RedisServer(Server):
             return self.say("PING").startswith("+PONG")
         return False
 
-    def say(self, *words: str | int) -> str:
+    def say(self, *words: str | int | bytes) -> str:
         """One command to a server that wants neither TLS nor a password; the first 64 KiB of its reply as they come."""
-        request = f"*{len(words)}\r\n" + "".join(f"${len(str(word))}\r\n{word}\r\n" for word in words)
+        said = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         with socket.create_connection((HOST, self.port), timeout=5) as sock:
-            sock.sendall(request.encode())
+            sock.sendall(b"*%d\r\n" % len(said) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in said))
             return sock.recv(1 << 16).decode(errors="replace")
 
 
@@ -91,9 +91,6 @@ class RedisCluster(Entered):
         options += ["--cluster-require-full-coverage", "no"]
         self.servers = [RedisServer(_port_with_bus(), options=options) for _ in range(3)]
 
-    def __repr__(self) -> str:
-        return f"RedisCluster({self.servers})"
-
     @property
     def url(self) -> str:
         """All three."""
@@ -121,12 +118,12 @@ class RedisCluster(Entered):
         for server in self.servers:
             server.kill()
 
-    def restart(self, *, empty: bool = False) -> None:
+    def restart(self) -> None:
         """Kill it and start it again. It keeps nothing in any case, but who has which slots."""
         self.kill()
         for server in self.servers:
             server.start()
-        self._wait()
+        self.wait()
 
     def say(self, *words: str | int) -> None:
         """One command, to each."""
@@ -140,11 +137,10 @@ class RedisCluster(Entered):
             server.say("CONFIG", "SET", "cluster-announce-bus-port", server.port + BUS)
             server.say("CONFIG", "SET", "cluster-announce-port", port)
         shown = [port or server.port for server, port in zip(self.servers, ports, strict=True)]
-        until = time.monotonic() + 20
-        while not all(f":{port}\r" in server.say("CLUSTER", "SLOTS") for server in self.servers for port in shown):
-            if time.monotonic() > until:
-                raise CannotStart("the servers of the cluster do not hear of each other's ports")
-            time.sleep(0.02)
+        await_start(
+            lambda: all(f":{port}\r" in server.say("CLUSTER", "SLOTS") for server in self.servers for port in shown),
+            lambda: "the servers of the cluster do not hear of each other's ports",
+        )
 
     def close(self) -> None:
         """Kill it and remove its folders."""
@@ -153,20 +149,17 @@ class RedisCluster(Entered):
 
     def _introduce(self) -> None:
         """A third of the slots for each, and everybody meets the first."""
-        step = SLOTS // 3 + 1
         for i, server in enumerate(self.servers):
-            server.say("CLUSTER", "ADDSLOTSRANGE", i * step, min((i + 1) * step, SLOTS) - 1)
+            server.say("CLUSTER", "ADDSLOTSRANGE", i * SHARE, min((i + 1) * SHARE, SLOTS) - 1)
             server.say("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
         for server in self.servers[1:]:
             server.say("CLUSTER", "MEET", HOST, self.servers[0].port)
-        self._wait()
+        self.wait()
 
-    def _wait(self) -> None:
-        until = time.monotonic() + 20
-        while not all(self._complete(server) for server in self.servers):
-            if time.monotonic() > until:
-                raise CannotStart("the servers of the cluster do not find each other")
-            time.sleep(0.02)
+    def wait(self) -> None:
+        """Until all servers know each other."""
+        await_start(lambda: all(map(self._complete, self.servers)),
+                    lambda: "the servers of the cluster do not find each other")
 
     def _complete(self, server: RedisServer) -> bool:
         info = server.say("CLUSTER", "INFO")

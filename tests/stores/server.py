@@ -17,11 +17,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 READY_WITHIN = 30.0
 HUNG = 0.8
@@ -34,6 +35,12 @@ class CannotStart(Exception):
 
 class NowhereRequired(CannotStart):
     """One whose test is skipped also where the stores are required."""
+
+
+def ours(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that runs code of this checkout."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "backends", "scheduler_shim"))
+    return {**os.environ, "PYTHONPATH": path, **(more or {})}
 
 
 def required() -> bool:
@@ -69,6 +76,15 @@ def listens(port: int) -> bool:
     return False
 
 
+def await_start(there: Callable[[], bool], complaint: Callable[[], str], seconds: float = 20.0) -> None:
+    """Return when it is so. Raises CannotStart, which says ``complaint()``, if that takes more than ``seconds``."""
+    until = time.monotonic() + seconds
+    while not there():
+        if time.monotonic() > until:
+            raise CannotStart(complaint())
+        time.sleep(0.02)
+
+
 class Entered:
     """An object that ``with`` starts and closes, and that is closed if it cannot start."""
 
@@ -98,7 +114,7 @@ class Server(Entered):
     missing: type[CannotStart] = CannotStart
     ready_within = READY_WITHIN
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0) -> None:         # 0: a free one
         self.port = port or free_port()
         self.folder = Path(tempfile.mkdtemp(prefix=f"asynccache-{type(self).__name__.lower()}-"))
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,9 +142,6 @@ class Server(Entered):
     def ready(self) -> bool:
         """Whether it can serve."""
         return listens(self.port)
-
-    def forget(self) -> None:
-        """Remove what would outlive the process; called while it is down."""
 
     # its life
 
@@ -215,11 +228,9 @@ class Server(Entered):
             self.resume()
             self._steady.wait(1.0 - HUNG)
 
-    def restart(self, *, empty: bool = False) -> None:
-        """Kill it and start it again at the same port; ``empty``: without the data that it held."""
+    def restart(self) -> None:
+        """Kill it and start it again at the same port. What it held is gone: none of them writes it to a disk."""
         self.kill()
-        if empty:
-            self.forget()
         self.start()
 
     def close(self) -> None:

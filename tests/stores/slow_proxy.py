@@ -45,9 +45,6 @@ class SlowProxy:
         self._thread = threading.Thread(target=self._run, name="slow-proxy", daemon=True)
         self._ready = threading.Event()
 
-    def __repr__(self) -> str:
-        return f"SlowProxy({self.port} -> {self._target}, delay={self.delay})"
-
     def late(self, seconds: float) -> None:
         """From now on delay every piece of an answer by ``seconds``."""
         self.delay = seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import os
 import socket
 import subprocess
@@ -12,17 +13,34 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.main import main
-from asynccache.errors import AsyncCacheError, ConfigError
-from asynccache.storage import StoreLayout, attachment, check_store, check_stores, open_store, parse_host_port
+from asynccache.configuration import read_config
+from asynccache.errors import ConfigError, Unavailable
+from asynccache.extras import install as how_to_install
+from asynccache.metrics import CacheCollector
+from asynccache.redaction import is_secret, redacted
+from asynccache.storage import (
+    CheckedStore,
+    ParsedUrl,
+    StoreLayout,
+    attachment,
+    check_store,
+    check_stores,
+    open_store,
+    parse_host_port,
+    parse_size,
+    parse_url,
+)
 from asynccache.storage.checked import store_layout
+from asynccache.storage.url import StoreOptions, take_options
 from tests import bare
 from tests.stores.mooncake_server import MooncakeMaster
 
@@ -36,17 +54,21 @@ BAD = {
         "file:{tmp}/s?name=", "file:{tmp}/s?name=a+b", "file:{tmp}/s?write=maybe", "file:{tmp}/s?promote=2",
         "file:{tmp}/s?timeout=0", "file:{tmp}/s?timeout=nan", "file:{tmp}/s?timeout=soon", "file:{tmp}/s?slow=-1",
         "file:{tmp}/s?concurrency=0", "file:{tmp}/s?concurrency=1.5", "file:{tmp}/s?concurrency=" + "9" * 5000,
+        "file:{tmp}/s?concurrency=-1", "file:{tmp}/s?concurrency=²", "file:{tmp}/s?name=a/b", "file:{tmp}/s?name=..",
+        "file:{tmp}/s?timeout=inf", "/var/kv",
     ],
     "file": [
         "file:", "file:?capacity=1GiB", "file:{tmp}/s?colour=red", "file:{tmp}/s?capacity=lots",
         "file:{tmp}/s?capacity=" + "9" * 400, "file:{tmp}/s?capacity=8KiB",
         "file:{tmp}/s?capacity=9000000P", "file:{tmp}/s?segment=5000",
         "file:{tmp}/s?segment=4KiB", "file:{tmp}/s?capacity=1MiB&segment=1MiB", "file:{tmp}/s?direct=maybe",
-        "file:{tmp}/s?mode=0600", "file:{tmp}/s?mode=rwx", "file:{tmp}/a\0b",
+        "file:{tmp}/s?segment=8KiB", "file:{tmp}/s?capacity=1MiB&segment=512KiB", "file:{tmp}/a\0b",
+        *(f"file:{{tmp}}/s?mode={mode}" for mode in ("", "0", "0600", "rwx", "u=rwx", "7777", "0o700", "-700", "0788")),
     ],
     "host": ["host:", "host:relative/path", "host:/" + "a" * 107, "host:/s?label=a%20b", "host:/s?owner=me",
              "host:/s?owner=-2", "host:/s?capacity=1GiB", "host:/s?timeout=0", "host:/a\0b"],
-    "memory": ["memory:?capacity=4096", "memory:?capacity=9000000PiB", "memory:?capacity=", "memory:?size=1GiB"],
+    "memory": ["memory:?capacity=4096", "memory:?capacity=9000000PiB", "memory:?capacity=", "memory:?size=1GiB",
+               "memory:?capacity=lots"],
     "redis": [
         "redis:", "redis://h:0", "redis://h:65536", "redis://h:x", "redis://h,", "redis://a..b", "redis://-?ttl=x",
         "redis://[::1", "redis://[::::]", "redis://[1.2.3.4]", "redis://1.2.3", "redis://1.2.3.400:6379",
@@ -59,7 +81,7 @@ BAD = {
         "rediss://h?ca=/nowhere.pem", "rediss://h:0", "redis://h?timeout=0",
     ],
     "mooncake": [
-        "mooncake:", "mooncake://", "mooncake://a b:1", "mooncake://h:0", "mooncake://h:65536", "mooncake://h:1/path",
+        "mooncake:", "mooncake://", "mooncake://a b:1", "mooncake://a..b:1", "mooncake://h:0", "mooncake://h:65536", "mooncake://h:1/path",
         "mooncake://[::1:5", "mooncake://user:hunter2@h:1", "mooncake://h:1?replicas=0", "mooncake://h:1?replicas=many",
         "mooncake://h:1?threads=17", "mooncake://h:1?namespace=", "mooncake://h:1?namespace=" + "x" * 65,
         "mooncake://h:1?metadata=http://u:hunter2@h/", "mooncake://h?threads=٣",
@@ -227,12 +249,15 @@ def test_options_beside_the_url_count_and_are_named_by_their_own_place(
 @pytest.mark.parametrize(("url", "module", "sentence"), [
     ("s3://bucket", "obstore.store", "pip install 'obstore>=0.6'"),
     ("mooncake://127.0.0.1:1", "mooncake", "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"),
+    ("redis://127.0.0.1:1", "redis", f"redis-py: {how_to_install('redis')}"),
 ])  # fmt: skip
 def test_a_client_that_is_not_installed_is_a_sentence(
     url: str, module: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, module, None)
+    for name in [name for name in sys.modules if name.startswith("asynccache_backends.redis")]:
+        monkeypatch.delitem(sys.modules, name)         # imports its client at once
     url = url.format(tmp=tmp_path)
     said = opened(config(url))
     assert sentence in said
@@ -330,5 +355,238 @@ def test_what_is_no_host(text: str) -> None:
     assert parse_host_port(text, 99) is None
 
 
-def test_a_refusal_is_one_of_ours() -> None:
-    assert issubclass(ConfigError, AsyncCacheError)
+# URLs, sizes and the search for a backend.
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), ("4096B", 4096), ("1KB", 1000), ("1KiB", 1024), ("10GiB", 10 << 30),
+     ("1.5 MiB", 3 << 19), ("2g", 2 * 10**9), ("3Ti", 3 << 40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size("capacity", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "ten", "-1", "1 XB", "1iB", "GiB", "1e3"])
+def test_what_is_no_size_is_refused_by_name_and_value(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"capacity={text!r}"):
+        parse_size("capacity", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "path", "options"),
+    [
+        ("none", "none", "", {}),
+        ("memory:", "memory", "", {}),
+        ("memory:?capacity=1GiB", "memory", "", {"capacity": "1GiB"}),
+        ("file:/var/kv?capacity=10GiB&direct=off", "file", "/var/kv", {"capacity": "10GiB", "direct": "off"}),
+        ("file:///var/kv", "file", "/var/kv", {}),
+        ("file:relative/kv", "file", "relative/kv", {}),
+    ],
+)
+def test_urls(text: str, scheme: str, path: str, options: dict[str, str]) -> None:
+    parsed = parse_url(text)
+    assert (parsed.scheme, parsed.path, parsed.options) == (scheme, path, options)
+
+
+def test_options_given_apart_win() -> None:
+    assert parse_url("file:/x?capacity=1", {"capacity": "2"}).options == {"capacity": "2"}
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    """``backends`` as an installed distribution offers them. What else lies in ``folder`` can be imported."""
+    info = folder / "plugins-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
+    offered = "".join(f"{name} = {where}\n" for name, where in backends.items())
+    (info / "entry_points.txt").write_text(f"[asynccache.backends]\n{offered}")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugin_that_raises.py").write_text("raise RuntimeError('no shelf here')\n")
+    shelf = "asynccache_backends.memory:MemoryBackend"
+    install(tmp_path, monkeypatch, shelf=shelf, broken="plugin_that_raises:Nothing")
+
+
+@pytest.mark.usefixtures("plug_in")
+async def test_a_backend_is_found_by_its_entry_point() -> None:
+    store = await open_store("shelf:?capacity=1MiB", LAYOUT)
+    assert isinstance(store, CheckedStore)
+    assert store.stats()["pages"] == 0
+    await store.aclose()
+
+
+@pytest.mark.usefixtures("plug_in")
+async def test_an_unknown_scheme_is_refused_with_a_list_of_what_is_installed() -> None:
+    with pytest.raises(ConfigError, match=r"unknown backend 'teapot'; installed: .*shelf"):
+        await open_store("teapot:/x", LAYOUT)
+
+
+@pytest.mark.usefixtures("plug_in")
+async def test_a_plug_in_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'broken' cannot be imported from plugin_that_raises:.*no shelf"):
+        await open_store("broken:", LAYOUT)
+
+
+# The options that every store URL may have, whatever its scheme.
+
+
+def test_all_of_them_are_taken_out_and_the_rest_is_left_to_the_backend() -> None:
+    url = parse_url("file:/kv?name=disk&write=no&promote=no&timeout=2.5&concurrency=4&slow=0.5&capacity=1GiB")
+    options, rest = take_options(url)
+    assert options == StoreOptions("disk", write=False, promote=False, timeout=2.5, concurrency=4, slow=0.5)
+    assert str(rest) == "file:/kv?capacity=1GiB"
+
+
+def test_without_any_the_scheme_is_the_name() -> None:
+    options, rest = take_options(parse_url("memory:"))
+    assert options == StoreOptions("memory")
+    assert options.write
+    assert options.promote
+    assert rest == parse_url("memory:")
+
+
+# A password in a store's URL reaches its backend, and nobody else: every output is searched for a canary.
+
+
+CANARY = "c4n4ry"
+URLS = (
+    f"vault://me:{CANARY}@host:6379/0",
+    f"vault:me:{CANARY}@host",
+    f"vault://:{CANARY}@host:1,host:2",
+    f"vault://{CANARY}@host",
+    f"vault://me:with/{CANARY}/slash@host?db=1",
+    f"vault://me:with@{CANARY}@host",
+    f"vault://host?password={CANARY}",
+    f"vault://host?db=1&secret_access_key={CANARY}&x=2",
+    f"vault://host?token={CANARY}&access_key_id={CANARY}&sas={CANARY}&sasl_pass={CANARY}",
+    f"vault://host?endpoint=http://u:{CANARY}@proxy:80&x=1",
+)
+
+class Vault(MemoryBackend):
+    """Its URLs have secrets."""
+
+    got: ClassVar[list[ParsedUrl]] = []
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        cls.got.append(url)
+        if "down" in url.options:
+            raise Unavailable(f"{url} does not answer")
+        return cls()
+
+
+@pytest.fixture
+def vault(monkeypatch: pytest.MonkeyPatch) -> type[Vault]:
+    others = attachment.backend_class
+    monkeypatch.setattr(attachment, "backend_class", lambda scheme: Vault if scheme == "vault" else others(scheme))
+    Vault.got.clear()
+    return Vault
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_as_text_has_no_secret_in_it(url: str) -> None:
+    parsed = parse_url(url)
+    for text in (str(parsed), repr(parsed), f"{parsed}", redacted(url), repr(replace(parsed, options={}))):
+        assert CANARY not in text
+        assert "vault:" in text
+        assert "host" in text or "options={}" in text
+    told = parsed.path + "".join(parsed.options.values())
+    assert CANARY in told, "the backend is told"
+
+
+@pytest.mark.parametrize("url", ["file:/var/kv?capacity=10GiB", "file:/var/user@home:1/kv", "memory:", "s3://bucket/prefix",
+                                 "redis://host:6379/0?db=1"])  # fmt: skip
+def test_what_is_no_secret_is_shown(url: str) -> None:
+    assert redacted(url) == url
+    assert str(parse_url(url)).replace("//", "") == url.replace("//", "")
+
+
+@pytest.mark.parametrize("name", ["password", "passwd", "secret_key", "aws_secret_access_key", "token", "session_token",
+                                  "api_key", "sas_key", "credentials", "AWS_ACCESS_KEY_ID", "auth"])  # fmt: skip
+def test_names_that_say_secret(name: str) -> None:
+    assert is_secret(name)
+    assert CANARY not in repr(ParsedUrl("s3", "bucket", {name: CANARY}))
+
+
+@pytest.mark.parametrize("name", ["capacity", "bytes_per_token", "device_tokens", "region", "prefix", "storage"])
+def test_names_that_do_not(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (f":me:{CANARY}@host", "storage="), (f"://{CANARY}@host", "storage="), (f"vault://h?x=1&{CANARY}", "storage="),
+    (f"vault://me:{CANARY}@host?x&y=1", "storage="),
+    (f"vault://h?pasword={CANARY}", "unknown option 'pasword'; it has none"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_url_is_said_without_it(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as told:
+        parse_url(text).allow_only(())
+    assert CANARY not in str(told.value)
+
+
+async def test_a_cache_says_nothing(vault: type[Vault]) -> None:
+    settings = config(URLS[0], storage_options={"password": CANARY})
+    async with AsyncCache(settings) as cache:
+        await cache.flush()
+        metrics = [(m.name, s.labels, s.value) for m in CacheCollector(cache).collect() for s in m.samples]
+        explained = await cache.explain([1])
+        for shown in (cache, settings, cache._worker, cache._head, cache.statistics(), metrics, explained):
+            assert CANARY not in repr(shown)
+    assert (vault.got[0].path, vault.got[0].options) == (f"me:{CANARY}@host:6379/0", {"password": CANARY})
+
+
+async def test_a_store_that_cannot_be_opened_is_named_without_it(vault: type[Vault]) -> None:
+    for settings in (config(URLS[0] + "?down=1"), config(URLS[6] + "&down=1"), config("memory:?password=" + CANARY)):
+        with pytest.raises(Exception) as told:
+            async with AsyncCache(settings):
+                pass
+        assert CANARY not in f"{told.value!r} {told.value}"
+
+
+SMALL = ["--rate", "0", "--requests", "8", "--concurrency", "4", "--bytes-per-token", "16", "--components", "full",
+         "--device-tokens", "16384", "--host-tokens", "16384"]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", [URLS[0], URLS[8]])
+def test_a_run_and_its_reports_say_nothing(
+    url: str, vault: type[Vault], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page, report = tmp_path / "report.html", tmp_path / "report.json"
+    assert main(["stress", *SMALL, "--storage", url, "--json", str(report), "--report", str(page)]) == 0
+    assert vault.got, "the backend was opened"
+    out = "".join(capfd.readouterr())
+    assert json.loads(report.read_text())["settings"]["storage"].startswith("vault:")
+    for text in (out, report.read_text(), page.read_text()):
+        assert CANARY not in text
+
+
+@pytest.mark.parametrize("words", [
+    ["--storage", URLS[0], "--host-tokens", "0"],
+    ["--storage", f"vault:{CANARY}@h?down=1"],
+    ["--storage", f"memory:?password={CANARY}"],
+])  # fmt: skip
+@pytest.mark.usefixtures("vault")
+def test_a_run_that_cannot_begin_says_why_and_not_more(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", *SMALL, *words]) != 0
+    told = "".join(capfd.readouterr())
+    assert told
+    assert CANARY not in told
+
+
+def test_config_show_and_check_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good = tmp_path / "good.toml"
+    good.write_text(f'model = "m"\nstorage = "{URLS[0]}"\n[storage_options]\npassword = "{CANARY}"\n'
+                    "[components.full]\nbytes_per_token = 16\ndevice_tokens = 256\nhost_tokens = 256\n")  # fmt: skip
+    bad = tmp_path / "bad.toml"
+    bad.write_text(f'model = "m"\nstorag = "{URLS[0]}"\nstorage = ["{URLS[0]}", 7]\nwrite_policy = 3\n')
+    assert main(["config", "show", str(good)]) == 0
+    assert main(["config", "show", str(good), "--json"]) == 0
+    assert main(["config", "check", str(bad)]) != 0
+    told = "".join(capfd.readouterr())
+    assert "storag" in told
+    assert CANARY not in told
+    loaded = read_config(good, env={"ASYNCCACHE_STORAGE": URLS[1], "ASYNCCACHE_NONSENSE": URLS[1]})
+    assert CANARY not in repr(loaded.config) + "".join(map(str, loaded.problems))

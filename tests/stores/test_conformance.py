@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
 
 import pytest
 import pytest_asyncio
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import Timeout, Unavailable
-from asynccache.storage import HEADER_BYTES, Listable, Result
+from asynccache.storage import HEADER_BYTES, Listable, PageKey, Result, StorageBackend
 from asynccache.testing.backend_suite import (
     LAYOUT,
     BackendSuite,
@@ -23,7 +26,10 @@ from asynccache.testing.backend_suite import (
     record_of,
     same,
 )
+from asynccache.testing.faulty_backend import FaultyBackend
+from asynccache.testing.slow_backend import SlowBackend
 from tests.host.host_kit import serving, socket_path
+from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.stores.kinds import KINDS, backend_at, fresh_name, open_backend, store_url, until_answered
 from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.server import HOST, free_port
@@ -35,22 +41,35 @@ SECRET = "hunter2hunter2"
 
 
 class TestEveryStore(BackendSuite):
-    """``file`` stands in tests/storage. Of the host process each test has one, which is looked at in the end."""
+    """Every backend of this distribution, and those that wrap others or are simulated. Of the host process each test
+    has one, which is looked at in the end."""
 
-    persistent = True
+    @pytest_asyncio.fixture(params=[
+        "memory", "wrappers", "simulated", "file", "file direct", *NAMED, "host", "host with a folder behind",
+    ])  # fmt: skip
+    async def open_backend(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenBackend]:  # type: ignore[override]
+        kind, folder, pages = request.param, f"file:{tmp_path}/kv?capacity=64MiB", dict[PageKey, tuple[bytes, bytes]]()
+        self.persistent = kind not in ("memory", "wrappers")
+        urls = {"memory": "memory:", "file": f"{folder}&direct=off", "file direct": f"{folder}&direct=auto"}
 
-    @pytest_asyncio.fixture(params=[*NAMED, "host", "host with a folder behind"])
-    async def open_backend(self, request: pytest.FixtureRequest, tmp_path: object) -> AsyncIterator[OpenBackend]:  # type: ignore[override]
-        kind, path = request.param, socket_path()
-        async with AsyncExitStack() as stack:
-            url = f"host:{path}" if kind.startswith("host") else store_url(kind, request, fresh_name())
-            if kind.startswith("host"):
-                behind = [f"file:{tmp_path}/kv?capacity=64MiB"] if kind != "host" else []
-                server = await stack.enter_async_context(serving(path, stores=behind))
-            yield lambda: open_backend(url)
-            if kind.startswith("host"):
-                assert not server.table.reserved_bytes
-                server.table.audit()
+        async def open_it() -> StorageBackend:
+            if kind == "wrappers":
+                return SlowBackend(FaultyBackend(MemoryBackend(), rate=0.0), latency=0.0, bandwidth=1e12)
+            if kind == "simulated":
+                return SimulatedBackend(Random(1), Hostility(delay=0.0), pages)
+            opened: StorageBackend = await open_backend(urls[kind])
+            return opened
+
+        if not kind.startswith("host"):
+            if kind in NAMED:
+                urls[kind] = store_url(kind, request, fresh_name())
+            yield open_it
+            return
+        async with serving(path := socket_path(), stores=[] if kind == "host" else [folder]) as server:
+            urls[kind] = f"host:{path}"
+            yield open_it
+            assert not server.table.reserved_bytes
+            server.table.audit()
 
 
 @pytest.fixture(params=NAMED)

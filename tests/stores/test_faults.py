@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, PageKey, Record, Result, StoreLayout
 from asynccache.testing.backend_suite import content
-from tests.storage.page_kit import fill, get, put
+from tests.storage.pages_kit import blank, fill, get, is_free, put
+from tests.stores import failing, filler
 from tests.stores.kinds import KINDS, PROXIED, fresh_name, open_backend, opened, server_of, some_keys, store_url
 from tests.stores.slow_proxy import Fault, SlowProxy
 from tests.waiting import until
@@ -60,22 +63,16 @@ def through(url: str, server: Any, proxy: SlowProxy) -> str:
     return url.replace(f":{server.port}", f":{proxy.port}")
 
 
-class Buffers:
-    """Memory of pages that shows whether somebody still holds it."""
+def pages(keys: list[PageKey], size: int) -> list[Record]:
+    """The keys' own pages, in memory that shows whether somebody still holds it."""
+    records = [blank(size) for _ in keys]
+    for key, record in zip(keys, records, strict=True):
+        record.payload[:] = content(key, size)
+    return records
 
-    def __init__(self, keys: list[PageKey], size: int) -> None:
-        self.memory = [bytearray(content(key, size)) for key in keys]
-        self.views = [memoryview(page) for page in self.memory]
 
-    @property
-    def records(self) -> list[Record]:
-        return [Record(memoryview(bytearray(64)), view) for view in self.views]
-
-    def are_free(self) -> bool:
-        for page, view in zip(self.memory, self.views, strict=True):
-            view.release()
-            page.append(0)                             # impossible while there is a view of it
-        return True
+def payloads(records: list[Record]) -> list[memoryview]:
+    return [record.payload for record in records]
 
 
 @pytest.mark.slow
@@ -119,14 +116,14 @@ async def test_a_call_that_is_cancelled_meanwhile_lets_go_of_its_pages(
         await fill(store, old)
         proxy.fault = fault
         proxy.asked.clear()
-        buffers = Buffers(old, 64 << 10)
-        task = asyncio.ensure_future(getattr(store, method)(old if method == "get" else new, buffers.views))
+        buffers = pages(old, 64 << 10)
+        task = asyncio.ensure_future(getattr(store, method)(old if method == "get" else new, payloads(buffers)))
         await until(proxy.asked.is_set, "a question to the server")
         task.cancel()
         async with asyncio.timeout(20):
             await asyncio.wait([task])
         assert task.cancelled()
-        assert buffers.are_free()
+        assert all(map(is_free, buffers))
         proxy.fault = None
         await until(lambda: _all_hit(store, old), "a hit of every page")
 
@@ -141,19 +138,19 @@ async def _all_hit(store: CheckedStore, keys: list[PageKey]) -> bool:
 async def test_a_call_that_is_cancelled_anywhere_holds_no_buffer(kind: str, method: str, size: int, url: str) -> None:
     backend, cancelled = await open_backend(url, StoreLayout({"full": size}, RECORD_SCHEMA)), 0
     there = some_keys(fresh_name(), PAGES)
-    assert set(await backend.put(there, Buffers(there, size).records)) == {HIT}
+    assert set(await backend.put(there, pages(there, size))) == {HIT}
     for turn in range(24):
         keys = there if method == "get" else some_keys(fresh_name(), PAGES)
-        buffers = Buffers(keys, size)
-        task = asyncio.ensure_future(getattr(backend, method)(keys, buffers.records))
+        buffers = pages(keys, size)
+        task = asyncio.ensure_future(getattr(backend, method)(keys, buffers))
         for _ in range(turn // 2):
             await asyncio.sleep(0.001 if turn % 2 else 0)
         task.cancel()
         await asyncio.wait([task])
         cancelled += task.cancelled()
-        assert buffers.are_free()
-        back = Buffers(keys[::-1], size)
-        for key, result, page in zip(keys, await backend.get(keys, back.records), back.memory, strict=True):
+        assert all(map(is_free, buffers))
+        back = pages(keys[::-1], size)
+        for key, result, page in zip(keys, await backend.get(keys, back), payloads(back), strict=True):
             assert (result is MISS and method == "put") or (result is HIT and page == content(key, size))
     assert cancelled > 5
     await backend.aclose()
@@ -197,14 +194,14 @@ async def test_a_call_at_a_hung_server_is_cancelled_and_the_store_closed_soon(
         await fill(store, old)
         server.hang()
         try:
-            buffers, loop = Buffers(old, 64 << 10), asyncio.get_running_loop()
-            tasks = [asyncio.ensure_future(store.get(old, buffers.views)), asyncio.ensure_future(get(store, old))]
+            buffers, loop = pages(old, 64 << 10), asyncio.get_running_loop()
+            tasks = [asyncio.ensure_future(store.get(old, payloads(buffers))), asyncio.ensure_future(get(store, old))]
             await asyncio.sleep(0.05)
             tasks[0].cancel()
             async with asyncio.timeout(2):
                 await asyncio.wait(tasks[:1])
             assert tasks[0].cancelled()
-            assert buffers.are_free()
+            assert all(map(is_free, buffers))
             began = loop.time()
             await store.aclose()
             assert loop.time() - began < 8
@@ -213,3 +210,30 @@ async def test_a_call_at_a_hung_server_is_cancelled_and_the_store_closed_soon(
             server.resume()
     async with opened(url, LAYOUT) as store:
         await until(lambda: _all_hit(store, old), "a hit of every page")
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("place", ["file:{}/kv?capacity=256MiB&segment=8MiB&direct=off",
+                                   "file:{}/kv?capacity=256MiB&segment=8MiB&direct=auto", "folder:{}?refresh=0", "s3"])
+async def test_what_a_killed_writer_had_stored_is_there(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """kill -9 at any moment, and again and again."""
+    url = store_url("s3", request, fresh_name()) if place == "s3" else place.format(tmp_path)
+    rng, history = Random(f"kill {place}"), list[filler.Said]()
+    for round_ in range(4):
+        history.append(filler.killed_after(rng.randrange(3, 60), url, round_))
+        async with opened(url) as store:
+            await filler.check(store, history)
+            assert not store.stats().get("unreadable_packs")
+
+
+# The stress tool on every kind of store while trouble comes and goes.
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow(course.seconds) if course.seconds else pytest.mark.soak)
+    for name, course in failing.COURSES.items()
+])  # fmt: skip
+def test_nothing_goes_wrong_while_a_store_fails(name: str) -> None:
+    assert failing.run(name).phases

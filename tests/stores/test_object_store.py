@@ -1,39 +1,48 @@
-"""What only object stores do: packs, their index and tombstones, several writers, kill -9, and objects that lie."""
+"""What only object stores do: packs, their index and tombstones, several writers, and objects that lie."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from random import Random
 from secrets import token_hex
 from typing import Any
 
 import msgspec
 import pytest
+from asynccache_backends.object_store.client import connect, redacted, settings_of
 from asynccache_backends.object_store.formats import (
+    ENTRY_BYTES,
     LAST_STAMP,
     MAX_RECORDS,
+    TRAILER_BYTES,
     NameClock,
     Pack,
+    PackIndex,
     PackIndexSnapshot,
     first_name,
+    footer_bytes,
+    is_name,
     pack_entries,
     pack_snapshot,
+    pack_tomb,
+    parse_footer,
     parse_snapshot,
+    parse_tomb,
+    stamp_of,
     trailer_of,
 )
 from xxhash import xxh3_128_digest
 
-from asynccache.storage import Listable, Result, StoreLayout, Watchable
+from asynccache.errors import ConfigError
+from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA, Listable, Result, StoreLayout, Watchable, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, record_of, same
-from tests.storage.page_kit import fill, get, put
+from tests.storage.pages_kit import fill, get, put
 from tests.stores.kinds import (
     bare,
     folder_url,
@@ -47,7 +56,6 @@ from tests.stores.kinds import (
     until_answered,
 )
 from tests.stores.object_server import MotoServer
-from tests.stores.object_store_child import BATCH, batch_keys
 from tests.stores.slow_proxy import DISKS, QUOTA, FullProxy, Refusal
 from tests.waiting import interrupted_after, until
 
@@ -64,6 +72,11 @@ def nothing_hangs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return folder_url(tmp_path)
+
+
 async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
     url = folder_url(tmp_path, SOON)
     async with opened(url) as one, opened(url) as two:
@@ -77,8 +90,8 @@ async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
         assert two.stats()["footers_read"] == 3
 
 
-async def test_without_refresh_others_pages_are_not_looked_for(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as one, opened(folder_url(tmp_path)) as two:
+async def test_without_refresh_others_pages_are_not_looked_for(url: str) -> None:
+    async with opened(url) as one, opened(url) as two:
         await fill(one, some_keys("0", 5))
         assert set(await two.exists(some_keys("0", 5))) == {MISS}
         assert two.stats()["lists"] == 1
@@ -97,8 +110,7 @@ async def test_a_deletion_is_seen_by_others_and_spares_what_is_stored_later(tmp_
         assert await get(one, keys) == [HIT, MISS, HIT, HIT, HIT]
 
 
-async def test_what_another_cleared_is_a_miss(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_what_another_cleared_is_a_miss(tmp_path: Path, url: str) -> None:
     async with opened(url) as one, opened(url) as two:
         keys = some_keys("0", 5)
         await fill(one, keys)
@@ -118,10 +130,10 @@ def name_ahead(seconds: float) -> str:
 
 @pytest.mark.parametrize("ahead", [3600.0, 48 * 3600.0, 2**48 / 1000])
 async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_again(
-    tmp_path: Path, ahead: float, monkeypatch: pytest.MonkeyPatch
+    url: str, ahead: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every process, by whose clock they are not born yet."""
-    url, keys, others = folder_url(tmp_path), some_keys("ahead", 3), some_keys("now", 2)
+    keys, others = some_keys("ahead", 3), some_keys("now", 2)
     async with opened(url) as store:
         clock = bare(store)._catalog.clock
         with monkeypatch.context() as patch:
@@ -139,8 +151,7 @@ async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_
         assert await get(store, keys + others) == [HIT] * 5
 
 
-async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path, url: str) -> None:
     keys = some_keys("0", 4)
     async with opened(url) as one, opened(url) as two:
         await asyncio.gather(fill(one, keys), fill(two, keys))
@@ -153,7 +164,7 @@ async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_rea
         assert await get(store, keys) == [MISS, MISS, HIT, HIT]
 
 
-async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
+async def test_pages_are_watched_and_listed_with_their_time(tmp_path: Path) -> None:
     url, told = folder_url(tmp_path, SOON), set[bytes]()
     async with opened(url) as one, opened(url) as two:
         backend = bare(two)
@@ -163,16 +174,14 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
         keys = some_keys("0", 5) + some_keys("1", 2, "odd")
         await fill(one, keys)
         await until_answered(two, keys)
-        found = [stored async for batch in backend.listing() for stored in batch]
-        assert {stored.key for stored in found} == told == {key.key for key in keys}
-        assert {stored.size for stored in found} == {64 + 16384, 64 + 1000}
-        assert all(abs(stored.written - time.time()) < 60 for stored in found)
+        assert told == {key.key for key in keys}
+        assert all([abs(page.written - time.time()) < 60 async for batch in backend.listing() for page in batch])
         await one.delete(keys[:3])
         await until(lambda: told == {key.key for key in keys[3:]}, "told")
 
 
-async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as store:
+async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path, url: str) -> None:
+    async with opened(url) as store:
         for n in range(4):
             await fill(store, some_keys(str(n), 2))
         found = []
@@ -184,8 +193,8 @@ async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
         assert found == [2, 2, 0, 2]
 
 
-async def test_small_puts_share_packs(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as store:
+async def test_small_puts_share_packs(tmp_path: Path, url: str) -> None:
+    async with opened(url) as store:
         keys = some_keys("0", 100)
         assert await asyncio.gather(*(bare(store).put([key], [record_of(key)]) for key in keys)) == [[HIT]] * 100
         assert 2 <= len(packs(tmp_path)) <= 4
@@ -195,8 +204,8 @@ async def test_small_puts_share_packs(tmp_path: Path) -> None:
         assert store.stats()["range_reads"] <= 4
 
 
-async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> None:
-    async with opened(folder_url(tmp_path)) as store:
+async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path, url: str) -> None:
+    async with opened(url) as store:
         await fill(store, some_keys("0", 4))
         await fill(store, some_keys("1", 4))
         await store.delete(some_keys("0", 4)[:3])
@@ -207,11 +216,11 @@ async def test_a_pack_of_which_nothing_is_left_is_removed(tmp_path: Path) -> Non
 
 
 async def test_what_a_rule_of_the_bucket_has_removed_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packs become misses and are stored again; tombstones take no memory any more, and a young one stays."""
     keys = some_keys("0", 4)
-    async with opened(folder_url(tmp_path)) as store:
+    async with opened(url) as store:
         catalog = bare(store)._catalog
         hour_ago = time.time() - 3600
         monkeypatch.setattr(catalog.clock, "now", lambda: hour_ago)
@@ -251,8 +260,7 @@ async def check(url: str, count: int, missing: tuple[int, ...] = ()) -> dict[str
         return dict(store.stats())
 
 
-async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path, url: str) -> None:
     await fill_packs(url, 10)
     assert (await check(url, 10))["footers_read"] == 10
     await fill_packs(url, 70)                          # enough to be saved when it is closed
@@ -265,8 +273,7 @@ async def test_opening_reads_the_footers_and_a_save_spares_that(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
-async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
-    url = folder_url(tmp_path)
+async def test_a_snapshot_is_not_needed(tmp_path: Path, url: str, harm: str) -> None:
     await fill_packs(url, 70)
     (path,) = objects(tmp_path, "index")
     data = bytearray(path.read_bytes())
@@ -280,8 +287,7 @@ async def test_a_snapshot_is_not_needed(tmp_path: Path, harm: str) -> None:
     assert stats["bad_snapshots"] == (harm != "remove")
 
 
-async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path: Path, url: str) -> None:
     await fill_packs(url, 70)
     for path in packs(tmp_path)[:3]:
         path.unlink()
@@ -291,8 +297,7 @@ async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path
     assert (await check(url, 70, missing=(0, 1, 2)))["vanished_packs"] == 3
 
 
-async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_deletions_outlive_the_store(url: str) -> None:
     await fill_packs(url, 70)
     keys = some_keys("0", 4)
     async with opened(url) as store:
@@ -308,8 +313,7 @@ async def test_deletions_outlive_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "cut within", "empty", "foreign", "other", "gone"])
-async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: Path, harm: str) -> None:
-    url = folder_url(tmp_path)
+async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: Path, url: str, harm: str) -> None:
     await fill_packs(url, 3)
     path = packs(tmp_path)[1]
     data = path.read_bytes()
@@ -334,19 +338,18 @@ async def test_a_pack_that_is_no_pack_is_a_miss_and_costs_nobody_else(tmp_path: 
     assert stats["unreadable_packs"] == (harm != "gone")
 
 
-async def test_a_pack_of_another_record_schema_is_left_alone(tmp_path: Path) -> None:
+async def test_a_pack_of_another_record_schema_is_left_alone(url: str) -> None:
     other = StoreLayout(LAYOUT.page_bytes, sha256(b"other").digest())
-    async with opened(folder_url(tmp_path), other) as store:
+    async with opened(url, other) as store:
         await fill(store, some_keys("0", 4))
-    async with opened(folder_url(tmp_path)) as store:
+    async with opened(url) as store:
         assert set(await get(store, some_keys("0", 4))) == {MISS}
         await fill(store, some_keys("1", 4))
-    async with opened(folder_url(tmp_path), other) as store:
+    async with opened(url, other) as store:
         assert set(await get(store, some_keys("0", 4))) == {HIT}
 
 
-async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path: Path) -> None:
-    url = folder_url(tmp_path)
+async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path: Path, url: str) -> None:
     await fill_packs(url, 1)
     (path,) = packs(tmp_path)
     data = bytearray(path.read_bytes())
@@ -359,11 +362,11 @@ async def test_a_pack_that_lies_is_caught_and_its_page_deleted_for_good(tmp_path
         assert await get(store, keys) == [HIT, MISS, HIT, HIT]
 
 
-async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
+async def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path, url: str) -> None:
     (tmp_path / "packs").mkdir()
     theirs = tmp_path / "packs" / "readme.txt"
     theirs.write_text("hello")
-    async with opened(folder_url(tmp_path)) as store:
+    async with opened(url) as store:
         await fill(store, some_keys("0", 4))
         await store.delete(some_keys("0", 4))
     assert theirs.read_text() == "hello"
@@ -416,50 +419,6 @@ async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path)
     await backend.aclose()
 
 
-# kill -9 of a writer at any moment: everything whose put had returned is there, and nothing served is wrong.
-
-
-CHILD = Path(__file__).parent / "object_store_child.py"
-ROOT = CHILD.parents[2]
-def killed_after(lines: int, url: str, round_: int) -> list[str]:
-    """What a child had said when it was killed, some time after that many lines."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    command = [sys.executable, str(CHILD), url, str(round_)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        said = [child.stdout.readline() for _ in range(lines)]
-        child.kill()
-        return [line for line in (*said, *child.stdout.readlines()) if line.endswith("\n")]
-
-
-def numbers(said: list[str], word: str) -> set[int]:
-    """The batches of which that was said."""
-    return {int(line.split()[1]) for line in said if line.startswith(f"{word} ")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["s3", "folder"])
-async def test_what_a_killed_writer_had_stored_is_there(
-    place: str, s3_server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in s3_server.client_environment.items():
-        monkeypatch.setenv(name, value)
-    url = s3_server.url_at("kill") + "&refresh=0" if place == "s3" else folder_url(tmp_path / "store")
-    rng, history = Random(f"kill {place}"), list[list[str]]()
-    for round_ in range(3):
-        history.append(killed_after(rng.randrange(4, 40), url, round_))
-        async with opened(url) as store:
-            for earlier, said in enumerate(history):
-                for batch in sorted(numbers(said, "put")):
-                    results = await get(store, batch_keys(earlier, batch))
-                    gone = 3 if batch in numbers(said, "deleted") else 0
-                    if batch % 5 == 4 and not gone:    # killed while it deleted
-                        assert set(results[3:]) == {HIT}
-                    else:
-                        assert results == [MISS] * gone + [HIT] * (BATCH - gone)
-            assert store.stats()["errors"] == store.stats()["unreadable_packs"] == 0
-
-
 # A real S3 server that hangs, and one that is full.
 
 
@@ -468,13 +427,13 @@ SMALL = StoreLayout({"full": 8 << 10}, LAYOUT.schema)              # copied firs
 
 
 @pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
+def s3_url(request: pytest.FixtureRequest) -> str:
     return store_url("s3", request, fresh_name())
 
 
 @pytest.mark.slow
-async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url: str) -> None:
-    backend = await open_backend(url, SMALL)
+async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, s3_url: str) -> None:
+    backend = await open_backend(s3_url, SMALL)
     keys = some_keys("share", 5)
     s3_server.hang()
     try:
@@ -498,10 +457,10 @@ async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url
 @pytest.mark.slow
 @pytest.mark.parametrize("refusal", [QUOTA, DISKS], ids=["quota", "disks"])
 async def test_a_full_server_refuses_pages_and_serves_what_it_has(
-    s3_server: MotoServer, url: str, refusal: Refusal
+    s3_server: MotoServer, s3_url: str, refusal: Refusal
 ) -> None:
     with FullProxy(s3_server.port) as proxy:
-        async with opened(url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
+        async with opened(s3_url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
             old, new = some_keys("old", 8), some_keys("new", 8)
             await fill(store, old)
             proxy.full(refusal)
@@ -627,3 +586,204 @@ async def test_a_footer_that_claims_more_than_its_object_has_is_left_out(tmp_pat
         assert await get(store, KEYS) == [MISS] + [HIT] * 19
         assert store.stats()["unreadable_packs"] == 1
         assert all(isinstance(pack, Pack) and pack.size < 1 << 30 for pack in bare(store)._catalog.index.packs())
+
+
+# Packs, snapshots and tombstones say what was written, or nothing; the index answers as a simple model of it does.
+
+
+OTHER = sha256(b"other").digest()
+
+
+def key_of(number: int) -> bytes:
+    return sha256(b"%d" % number).digest()
+
+
+def entries_of(numbers: list[int]) -> bytes:
+    count = len(numbers)
+    return pack_entries([key_of(n) for n in numbers], [bytes(64)] * count, [10] * count, 5)
+
+
+def footer_of(numbers: list[int]) -> bytes:
+    entries = entries_of(numbers)
+    return entries + trailer_of(entries, RECORD_SCHEMA)
+
+
+def pack_of(clock: NameClock, numbers: list[int]) -> Pack:
+    return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, entries_of(numbers))
+
+
+def flipped(data: bytes) -> Iterator[bytes]:
+    """With one bit of each byte turned."""
+    for at in range(len(data)):
+        yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+
+def test_a_footer_comes_back_whatever_lies_before_it_and_no_flipped_bit_goes_unseen() -> None:
+    footer = footer_of([1, 2, 3])
+    size = 30 + len(footer)
+    assert footer_bytes(footer) == footer_bytes(footer[-TRAILER_BYTES:]) == len(footer)
+    for before in (b"", b"x" * 17):
+        assert parse_footer(before + footer, size, RECORD_SCHEMA) == entries_of([1, 2, 3])
+    assert not any(parse_footer(broken, size, RECORD_SCHEMA) for broken in flipped(footer))
+    assert parse_footer(footer, size, OTHER) is None, "another schema"
+
+
+def test_a_footer_that_does_not_fit_its_object_is_damaged() -> None:
+    footer = footer_of([1, 2])
+    for size in (0, len(footer) - 1, len(footer), 19 + len(footer), 21 + len(footer)):
+        assert parse_footer(footer, size, RECORD_SCHEMA) is None
+    for cut in (0, 1, TRAILER_BYTES - 1, len(footer) - 1):
+        assert parse_footer(footer[len(footer) - cut :], 20 + len(footer), RECORD_SCHEMA) is None
+
+
+def test_a_footer_that_lies_about_offsets_is_damaged() -> None:
+    for offset in (0, 11, 2**63):
+        entries = entries_of([1]) + key_of(2) + bytes(64) + offset.to_bytes(8, "little") + (10).to_bytes(8, "little")
+        entries += bytes(8)
+        footer = entries + trailer_of(entries, RECORD_SCHEMA)
+        assert parse_footer(footer, 20 + len(footer), RECORD_SCHEMA) is None
+
+
+def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
+    clock = NameClock()
+    first, second = pack_of(clock, [1, 2]), pack_of(clock, [3])
+    tombs = {clock.name(): (key_of(1), key_of(9)), clock.name(): ()}
+    packs = [(pack.name, pack.size, pack.entries) for pack in (first, second)]
+    data = pack_snapshot(PackIndexSnapshot(12.5, packs, tombs), RECORD_SCHEMA)
+    found = parse_snapshot(memoryview(data), RECORD_SCHEMA)
+    assert found is not None
+    assert (found.cursor, list(found.packs), found.tombs) == (12.5, packs, tombs)
+    assert parse_snapshot(memoryview(data), OTHER) is None
+    for cut in (0, 10, 55, 56, len(data) - 1):
+        assert parse_snapshot(memoryview(data[:cut]), RECORD_SCHEMA) is None
+    assert not any(parse_snapshot(memoryview(broken), RECORD_SCHEMA) for broken in flipped(data))
+
+
+def test_a_tombstone_comes_back_and_no_flipped_bit_goes_unseen() -> None:
+    name, data = NameClock().name(), pack_tomb([key_of(1), key_of(2)])
+    assert parse_tomb(name, data) == (key_of(1), key_of(2))
+    assert parse_tomb("../" + name, data) is None
+    assert not any(parse_tomb(name, broken) for broken in flipped(data))
+
+
+def test_names_sort_by_time_and_never_go_back() -> None:
+    now = [1000.0]
+    clock = NameClock(lambda: now[0])
+    names = [clock.name() for _ in range(5)]
+    now[0] = 900.0
+    names += [clock.name()]
+    clock.seen(1_000_500)
+    names += [clock.name()]
+    clock.seen(int(1e14))                              # the year 5138
+    now[0] = 2000.0
+    names += [clock.name()]
+    assert names == sorted(names)
+    assert len(set(names)) == 8
+    assert all(is_name(name) for name in names)
+    assert stamp_of(names[6]) == 1_000_501
+    assert stamp_of(names[7]) == 2_000_000
+    assert first_name(2_000_000) <= names[7] < first_name(2_000_001)
+    assert not is_name(names[0] + "\n")
+
+
+class Model:
+    """Packs and tombstones, and which pack each key is read from, one key at a time."""
+
+    def __init__(self) -> None:
+        self.packs: dict[str, list[int]] = {}
+        self.tombs: dict[str, list[int]] = {}
+        self.holders: dict[int, str] = {}
+
+    def add(self, name: str, numbers: list[int]) -> None:
+        self.packs[name] = numbers
+        for number in numbers:
+            rivals = [name, self.holders[number]] if number in self.holders else [name]
+            self.holders[number] = max(rivals)
+        self.bury_dead()
+
+    def drop(self, name: str) -> None:
+        self.holders = {number: holder for number, holder in self.holders.items() if holder != name}
+        del self.packs[name]
+
+    def bury_dead(self) -> None:
+        for name, numbers in self.tombs.items():
+            for number in numbers:
+                if number in self.holders and stamp_of(self.holders[number]) <= stamp_of(name):
+                    del self.holders[number]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_index_answers_as_a_model_does(seed: int) -> None:
+    rng, clock, index, model = random.Random(seed), NameClock(), PackIndex(), Model()
+    told: set[bytes] = set()
+
+    def tell(there: bool, keys: object) -> None:
+        assert isinstance(keys, (list, tuple))
+        assert (not told & set(keys)) if there else (told >= set(keys))
+        (told.update if there else told.difference_update)(keys)
+
+    index.tell = tell
+    names = [clock.name() for _ in range(60)]
+    for _ in range(120):
+        step = rng.random()
+        if step < 0.5 and names:
+            name = names.pop(rng.randrange(len(names)))
+            numbers = rng.sample(range(12), rng.randint(1, 5))
+            model.add(name, numbers)
+            for _ in range(2):
+                index.add(Pack(name, 10 * len(numbers), entries_of(numbers)))
+        elif step < 0.75 and model.packs:
+            name = rng.choice(sorted(model.packs))
+            model.drop(name)
+            index.drop(name)
+            index.drop(name)
+        elif step < 0.95 and names:
+            name = names.pop(rng.randrange(len(names)))
+            model.tombs[name] = rng.sample(range(12), rng.randint(1, 3))
+            model.bury_dead()
+            index.bury(name, [key_of(n) for n in model.tombs[name]])
+        elif step > 0.99:
+            index.clear()
+            model = Model()
+        compare(index, model, told)
+
+
+def compare(index: PackIndex, model: Model, told: set[bytes]) -> None:
+    holders = model.holders
+    assert set(index._locations) == {key_of(number) for number in holders} == told
+    assert index.pages == len(holders)
+    assert index.bytes == len(holders) * (10 + HEADER_BYTES)
+    assert index.stored == sum(10 * len(numbers) for numbers in model.packs.values())
+    assert {pack.name for pack in index.packs()} == set(model.packs)
+    for pack in index.packs():
+        live = [pack.entry(at).key for at in index.live(pack)]
+        assert live == [key_of(n) for n in model.packs[pack.name] if holders.get(n) == pack.name]
+        assert pack.live == len(live)
+
+
+# Object store URLs: what is allowed, what is refused, and that no secret is ever shown.
+
+
+SECRET = "hunter2hunter2"
+
+
+def test_a_capacity_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(ConfigError, match="there is no capacity: a lifetime rule of the bucket"):
+        settings_of(parse_url("s3://bucket?capacity=5GiB"))
+
+
+@pytest.mark.parametrize("url", [
+    "s3://bucket/a/b?region=eu-west-1", "s3://bucket?endpoint=http://127.0.0.1:9000", "gs://bucket/a",
+    "az://container/a?account=name", "s3://bucket/a/",
+])
+def test_places_that_are_understood(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    client = connect(parse_url(url), settings_of(parse_url(url)))
+    assert url.partition("?")[0].replace("//", "") == client.shown
+    assert SECRET not in repr(client)
+
+
+def test_queries_and_long_texts_are_cut_from_messages() -> None:
+    text = redacted(ValueError(f"GET https://x.blob/c?sig={SECRET}&se=1 failed\nheaders: {SECRET}" + "x" * 999))
+    assert text == "ValueError: GET https://x.blob/c?... failed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.storage import HostPort, PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, same
 from tests.cli.rank_runs import FEW, PP2, TP2, Shape, hits, run, sound
-from tests.storage.page_kit import get, put
+from tests.storage.pages_kit import get, put
 from tests.stores.kinds import backend_at, opened
-from tests.stores.redis_server import RedisCluster, RedisServer
+from tests.stores.redis_server import SHARE, RedisCluster, RedisServer
 from tests.stores.server import HOST
-from tests.stores.test_redis_connection import PING, Script, answers, peer
+from tests.stores.test_redis_connection import PING, Script, answers, land, peer
 from tests.waiting import until
 
 # A real cluster of three: keys spread, slots that move, nodes that are lost.
@@ -43,45 +43,23 @@ def _counts(cluster: RedisCluster) -> list[int]:
     return [int(server.say("DBSIZE").strip(":\r\n")) for server in cluster.servers]
 
 
-async def _empty(cluster: RedisCluster) -> None:
+def _empty(cluster: RedisCluster) -> None:
     """Other tests have left pages under names of their own."""
     for server in cluster.servers:
         server.say("FLUSHALL")
     assert _counts(cluster) == [0, 0, 0]
 
 
-async def test_pages_spread_over_all_and_come_back_in_order(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
+async def test_pages_spread_over_all_and_any_one_host_leads_to_them(redis_cluster: RedisCluster) -> None:
+    _empty(redis_cluster)
     keys = keys_of(90)
     async with backend_at(redis_cluster.url) as backend:
-        stored = await put_all(backend, keys)
-        assert min(_counts(redis_cluster)) > 10
-        results, fetched = await get_all(backend, keys[::-1])
-        assert results == [HIT] * 90
-        assert same(stored[::-1], fetched)
-        assert backend.stats()["nodes"] == 3
-        listed = {entry.key async for part in _parts(backend) for entry in part}
-        assert listed == {key.key for key in keys}
-        await backend.clear()
-        assert _counts(redis_cluster) == [0, 0, 0]
-
-
-async def _parts(backend: RedisBackend) -> Any:
-    async for part in backend.listing():
-        yield part
-
-
-async def test_any_one_host_leads_to_the_cluster(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
-    keys = keys_of(30)
-    async with backend_at(redis_cluster.url) as backend:
         await put_all(backend, keys)
-    for server in redis_cluster.servers:
-        async with backend_at(server.url) as backend:
-            assert await backend.exists(keys) == [HIT] * 30
-    url = f"redis://{HOST}:1,{HOST}:{redis_cluster.servers[2].port}"
-    async with backend_at(url) as backend:
-        assert await backend.exists(keys) == [HIT] * 30
+        assert backend.stats()["nodes"] == 3
+    assert min(_counts(redis_cluster)) > 10
+    for url in (f"redis://{HOST}:1,{HOST}:{redis_cluster.servers[2].port}", *(s.url for s in redis_cluster.servers)):
+        async with backend_at(url) as backend:
+            assert await backend.exists(keys) == [HIT] * 90
 
 
 async def test_cluster_off_and_on(redis_cluster: RedisCluster) -> None:
@@ -106,27 +84,18 @@ class _Move:
         self.cluster = cluster
         self.slot = key_slot(_name(key))
         self.ids = [server.say("CLUSTER", "MYID").splitlines()[1] for server in cluster.servers]
-        self.source = next(i for i, server in enumerate(cluster.servers) if self._owns(server))
+        self.source = self.slot // SHARE
         self.target = (self.source + 1) % 3
-
-    def _owns(self, server: RedisServer) -> bool:
-        return not server.say("GET", self._tag()).startswith("-MOVED")
-
-    def _tag(self) -> str:
-        """A name in the slot that can be typed."""
-        return next(f"{{{i}}}" for i in range(1 << 20) if key_slot(b"{%d}" % i) == self.slot)
 
     def begin(self) -> None:
         source, target = self.cluster.servers[self.source], self.cluster.servers[self.target]
         assert target.say("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.ids[self.source]) == "+OK\r\n"
         assert source.say("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.ids[self.target]) == "+OK\r\n"
 
-    async def carry(self, key: PageKey) -> None:
+    def carry(self, key: PageKey) -> None:
         """One key."""
-        name = _name(key)
         source, target = self.cluster.servers[self.source], self.cluster.servers[self.target]
-        words = [b"MIGRATE", HOST.encode(), b"%d" % target.port, name, b"0", b"5000"]
-        assert await _say(source, words) == b"+OK\r\n"
+        assert source.say("MIGRATE", HOST, target.port, _name(key), 0, 5000) == "+OK\r\n"
 
     def end(self) -> None:
         for i in (self.target, self.source, 3 - self.source - self.target):
@@ -137,18 +106,9 @@ class _Move:
         self.source, self.target = self.target, self.source
 
 
-async def _say(server: RedisServer, words: Sequence[bytes]) -> bytes:
-    reader, writer = await asyncio.open_connection(HOST, server.port)
-    writer.write(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
-    line = await reader.readline()
-    writer.close()
-    await writer.wait_closed()
-    return line
-
-
 async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
     """Before, half-way (ASK) and after (MOVED), with and without the page there; the map is read anew."""
-    await _empty(redis_cluster)
+    _empty(redis_cluster)
     keys = keys_of(40)
     key = keys[7]
     async with backend_at(redis_cluster.url) as backend:
@@ -156,7 +116,7 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
         move = _Move(redis_cluster, key)
         move.begin()
         assert (await get_all(backend, keys))[0] == [HIT] * 40
-        await move.carry(key)
+        move.carry(key)
         results, fetched = await get_all(backend, keys)
         assert results == [HIT] * 40
         assert same(stored, fetched)
@@ -177,7 +137,7 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
 
 async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connections(redis_cluster: RedisCluster) -> None:
     """Also one that was at work for a request when the map changed. Servers that come and go leave nothing behind."""
-    await _empty(redis_cluster)
+    _empty(redis_cluster)
     keys = keys_of(30)
     async with backend_at(redis_cluster.url) as backend:
         await put_all(backend, keys)
@@ -201,50 +161,34 @@ async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connectio
         assert await backend.delete(keys) == [HIT] * 30
 
 
-async def test_a_node_that_is_lost_fails_its_own_pages(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
-    keys = keys_of(60)
-    lost = redis_cluster.servers[1]
+@pytest.mark.parametrize("how", ["kill", "hang"])
+async def test_a_node_that_is_away_fails_its_own_pages_and_holds_up_one_call_and_not_all(
+    how: str, redis_cluster: RedisCluster
+) -> None:
+    _empty(redis_cluster)
+    keys, node = keys_of(60), redis_cluster.servers[1]
     async with opened(redis_cluster.url) as store:
         assert await put(store, keys) == [HIT] * 60
-        lost.kill()
-        results = await get(store, keys)
-        assert Counter(results) == {HIT: results.count(HIT), FAILED: results.count(FAILED)}
-        assert 5 < results.count(FAILED) < 55
-        assert await get(store, keys) == results
-        lost.start()
-        redis_cluster._wait()
+    async with opened(f"{redis_cluster.url}?stall=0.3") as store:
+        getattr(node, how)()
+        try:
+            results = await get(store, keys)
+            assert set(results) == {HIT, FAILED}
+            assert 5 < results.count(FAILED) < 55
+            began = asyncio.get_running_loop().time()
+            assert await get(store, keys) == results
+            assert asyncio.get_running_loop().time() - began < 0.25
+        finally:
+            node.start() if how == "kill" else node.resume()
+        redis_cluster.wait()
 
         async def whole() -> bool:
             return FAILED not in await get(store, keys)
 
         await until(whole)
-        again = await get(store, keys)
-        assert [MISS if result is FAILED else HIT for result in results] == again
+        gone = MISS if how == "kill" else HIT
+        assert await get(store, keys) == [gone if result is FAILED else HIT for result in results]
         assert await put(store, keys) == [HIT] * 60
-
-
-async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: RedisCluster) -> None:
-    await _empty(redis_cluster)
-    keys = keys_of(60)
-    hung = redis_cluster.servers[0]
-    async with opened(redis_cluster.url) as store:
-        assert await put(store, keys) == [HIT] * 60
-    async with opened(f"{redis_cluster.url}?stall=0.3") as store:
-        hung.hang()
-        try:
-            results = await get(store, keys)
-            assert {HIT, FAILED} == set(results)
-            began = asyncio.get_running_loop().time()
-            assert await get(store, keys) == results
-            assert asyncio.get_running_loop().time() - began < 0.25
-        finally:
-            hung.resume()
-
-        async def whole() -> bool:
-            return await get(store, keys) == [HIT] * 60
-
-        await until(whole)
 
 
 # Ranks that share one Redis: each writes its own shards, one writes for all what is replicated, and a new group of
@@ -271,6 +215,14 @@ def test_a_new_group_finds_what_ranks_have_stored_together(
 
 
 # Its map: a router beside scripted servers.
+
+
+def slot_map(*slots: tuple[int, int, HostPort]) -> bytes:
+    """What a server says who asks for the map of a cluster in which these servers have the slots from first to last."""
+    return b"*%d\r\n" % len(slots) + b"".join(
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (first, last, len(host), host.encode(), port)
+        for first, last, (host, port) in slots
+    )
 
 
 async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
@@ -336,12 +288,7 @@ async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
                 if b"SLOTS" not in request:
                     writer.write(b"+PONG\r\n")
                 elif maps[name] < until_maps:
-                    slots = [(0, 8191, places[0]), (8192, 16383, places[1])]
-                    writer.write(b"*2\r\n" + b"".join(
-                        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n"
-                        % (first, last, len(place.host), place.host.encode(), place.port)
-                        for first, last, place in slots
-                    ))
+                    writer.write(slot_map((0, 8191, places[0]), (8192, 16383, places[1])))
                 maps[name] += b"SLOTS" in request
 
         return script
@@ -366,7 +313,6 @@ async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asy
     """A cluster's router that is reading the map anew from its first server, which has all slots and says a byte of the
     map now and then; a request to that server; and whether the second server was asked for the map."""
     maps, drips, asked = Counter[str](), asyncio.Event(), asyncio.Event()
-    one_map = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
 
     def serves(name: str) -> Script:
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -376,7 +322,7 @@ async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asy
                     continue
                 maps[name] += 1
                 if name == "well" or maps[name] == 1:
-                    writer.write(one_map % port)
+                    writer.write(slot_map((0, 16383, HostPort("", port))))
                     asked.set() if name == "well" else None
                     continue
                 writer.write(b"*1000000\r\n")
@@ -427,17 +373,6 @@ async def test_a_router_that_is_closed_reads_no_map() -> None:
 PATIENCE = 20.0
 
 
-def hear(data: bytes) -> list[Any]:
-    """What a reader makes of ``data`` where one reply that is no page is expected."""
-    reader = Reader([None])
-    while data and reader.missing:
-        count = min(len(reader.buffer), len(data))
-        reader.buffer[:count] = data[:count]
-        reader.received(count)
-        data = data[count:]
-    return reader.replies
-
-
 @pytest.mark.parametrize("data", [
     b"*1\r\n" * 200_000, b"*2\r\n:1\r\n" * 200_000, b"$400000000\r\n",
     b"*2\r\n$1\r\na\r\n$400000000\r\n", b":" + b"9" * 5000 + b"\r\n", b"*" + b"9" * 25 + b"\r\n",
@@ -446,7 +381,7 @@ def test_a_bomb_is_no_answer_and_takes_no_memory(data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
-            hear(data)
+            land(Reader([None]), data)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -470,11 +405,6 @@ async def saying(answer: Callable[[bytes, int], bytes], options: str = "cluster=
             await backend.aclose()
 
 
-async def said_at_opening(reply: bytes) -> None:
-    async with saying(lambda words, port: reply, "cluster=auto"):
-        pass
-
-
 @pytest.mark.parametrize("reply", [
     b"*1\r\n" * 100_000, b"*1\r\n:1\r\n", b"*1\r\n*0\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n:7\r\n", b"*1\r\n$1\r\nx\r\n",
     b"*1\r\n*3\r\n:0\r\n:99999999\r\n*2\r\n$1\r\nh\r\n:1\r\n", b"*1\r\n*3\r\n:-5\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n",
@@ -485,7 +415,8 @@ async def said_at_opening(reply: bytes) -> None:
 ])  # fmt: skip
 async def test_a_map_of_a_cluster_that_is_none_is_unavailable(reply: bytes) -> None:
     with pytest.raises(Unavailable) as refused:
-        await said_at_opening(reply)
+        async with saying(lambda words, port: reply, "cluster=auto"):
+            pass
     assert len(str(refused.value)) < 1000
 
 
@@ -521,18 +452,13 @@ async def test_a_server_that_says_a_byte_now_and_then_is_a_time_out() -> None:
             await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?stall=0.1"), LAYOUT)
 
 
-def one_for_all(port: int) -> bytes:
-    """The map of a cluster of one."""
-    return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
-
-
 @pytest.mark.parametrize("where", [
     b"", b" ", b" x", b" 1", b" 1 h", b" 1 h:", b" 1 h:x", b" 1 h:99999999", b" 99999 h:1", b" -1 h:1", b" 1 h:0",
 ])  # fmt: skip
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 async def test_a_redirection_to_nowhere_is_none(word: bytes, where: bytes) -> None:
     def answer(words: bytes, port: int) -> bytes:
-        return one_for_all(port) if b"SLOTS" in words else b"-%b%b\r\n" % (word, where)
+        return slot_map((0, 16383, HostPort(HOST, port))) if b"SLOTS" in words else b"-%b%b\r\n" % (word, where)
 
     async with saying(answer, "cluster=on") as backend:
         with pytest.raises(Unavailable, match=word.decode()):
@@ -547,7 +473,7 @@ async def test_servers_that_redirect_for_ever_are_asked_a_few_times(word: bytes)
     def answer(words: bytes, port: int) -> bytes:
         nonlocal asked
         if b"SLOTS" in words:
-            return one_for_all(port)
+            return slot_map((0, 16383, HostPort(HOST, port)))
         asked += words.count(b"EXISTS")
         return b"+OK\r\n" * words.count(b"ASKING") + b"-%b 1 127.0.0.1:%d\r\n" % (word, port)
 
@@ -566,7 +492,7 @@ async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
         if b"SLOTS" not in words:
             return b":1\r\n"
         asked.append(words)
-        return one_for_all(port) if len(asked) == 1 else b"*1\r\n:1\r\n"
+        return slot_map((0, 16383, HostPort(HOST, port))) if len(asked) == 1 else b"*1\r\n:1\r\n"
 
     async with saying(answer, "cluster=on") as backend:
         backend._router._stale = True

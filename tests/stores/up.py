@@ -1,4 +1,4 @@
-"""The real stores on loopback, for CI and for a person: ``python tests/stores/up.py install|up|down|status``.
+"""The real stores on loopback, for CI and for a person: ``python tests/stores/up.py install|up|down``.
 
 What runs is in ``build/stores/running.json``: the process groups, each with the start time of its leader, so that
 nothing is ended that has only inherited a number. What the stores hold is thrown away with them. A store that cannot
@@ -16,7 +16,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,29 +27,28 @@ from typing import Any, NamedTuple, TypedDict
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))                          # also when it is run as a file
 
-from tests.stores.server import HOST, CannotStart  # noqa: E402
+from tests.stores.server import CannotStart  # noqa: E402
 
 ENDS_WITHIN = 5.0
 
 
 class Kind(NamedTuple):
-    """A store: the class that runs it, its usual port (0: it looks for free ones), and what Debian has to install for
-    it: programs and libraries, each with its package."""
+    """A store: the class that runs it, and what Debian has to install for it: programs and libraries, each with its
+    package."""
 
     module: str
     name: str
-    port: int
     programs: dict[str, str]
     libraries: dict[str, str]
 
 
 KINDS = {
-    "redis": Kind("redis_server", "RedisServer", 21379, {"redis-server": "redis-server"}, {}),
-    "redis-cluster": Kind("redis_server", "RedisCluster", 0, {"redis-server": "redis-server"}, {}),
-    "s3": Kind("object_server", "MotoServer", 21000, {}, {}),
-    "mooncake": Kind("mooncake_server", "MooncakeMaster", 21051, {}, {"ibverbs": "libibverbs1", "numa": "libnuma1"}),
+    "redis": Kind("redis_server", "RedisServer", {"redis-server": "redis-server"}, {}),
+    "redis-cluster": Kind("redis_server", "RedisCluster", {"redis-server": "redis-server"}, {}),
+    "s3": Kind("object_server", "MotoServer", {}, {}),
+    "mooncake": Kind("mooncake_server", "MooncakeMaster", {}, {"ibverbs": "libibverbs1", "numa": "libnuma1"}),
 }
-CEPH = Kind("object_server", "CephServer", 21000,
+CEPH = Kind("object_server", "CephServer",
             {"ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "radosgw": "radosgw", "ceph": "ceph-common"}, {})
 
 
@@ -66,11 +64,10 @@ class Running(TypedDict):
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it; the exit status is 1 if something that was asked for is not there."""
     parser = argparse.ArgumentParser(prog="up.py", description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("action", choices=("install", "up", "down", "status"))
+    parser.add_argument("action", choices=("install", "up", "down"))
     parser.add_argument("--s3", choices=("moto", "ceph"), default="moto", help="which S3 server (default: moto)")
     parser.add_argument("--only", metavar="NAMES", default=",".join(KINDS), help=f"of {','.join(KINDS)}")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "stores", help="where they live")
-    parser.add_argument("--any-port", action="store_true", help="free ports and not the usual ones")
     args = parser.parse_args(argv)
     names = args.only.split(",")
     if unknown := sorted(set(names) - set(KINDS)):
@@ -80,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return install(kinds)
     stores = Stores(args.folder)
     if args.action == "up":
-        return up(stores, kinds, args.any_port)
-    return down(stores, names) if args.action == "down" else status(stores)
+        return up(stores, kinds)
+    return down(stores, names)
 
 
 # what the system has to have
@@ -145,7 +142,7 @@ class Stores:
         return bool(groups) and all(started_at(pid) == when for pid, when in groups)
 
 
-def up(stores: Stores, kinds: dict[str, Kind], any_port: bool) -> int:
+def up(stores: Stores, kinds: dict[str, Kind]) -> int:
     """Start what does not run, wait until it serves, and say where everything is."""
     refused = {}
     for name, kind in kinds.items():
@@ -154,7 +151,7 @@ def up(stores: Stores, kinds: dict[str, Kind], any_port: bool) -> int:
         end(stores, name)
         print(f"{name}: starting", file=sys.stderr, flush=True)
         try:
-            stores.running[name] = start(kind, stores.folder / name, any_port)
+            stores.running[name] = start(kind, stores.folder / name)
         except (CannotStart, ImportError) as error:
             refused[name] = str(error)
             shutil.rmtree(stores.folder / name, ignore_errors=True)
@@ -165,8 +162,8 @@ def up(stores: Stores, kinds: dict[str, Kind], any_port: bool) -> int:
     return 1 if refused else 0
 
 
-def start(kind: Kind, folder: Path, any_port: bool) -> Running:
-    """A server that outlives this process, at its usual port if that is free and wanted.
+def start(kind: Kind, folder: Path) -> Running:
+    """A server that outlives this process.
 
     Raises:
         CannotStart: as it says. ImportError: there is no such server in this checkout.
@@ -176,8 +173,7 @@ def start(kind: Kind, folder: Path, any_port: bool) -> Running:
     tempfile.tempdir = str(folder)                     # so that it is found again, and goes with the store
     before = set(children())
     module = importlib.import_module(f"tests.stores.{kind.module}")
-    usual = {} if any_port or not is_free(kind.port) else {"port": kind.port}
-    server: Any = getattr(module, kind.name)(**usual)
+    server: Any = getattr(module, kind.name)()
     try:
         server.start()
     except BaseException:
@@ -186,16 +182,6 @@ def start(kind: Kind, folder: Path, any_port: bool) -> Running:
     ours = [(pid, when) for pid in children() if pid not in before and (when := started_at(pid))]
     return {"url": server.url, "environment": dict(getattr(server, "client_environment", {})),
             "groups": ours, "folder": str(folder)}
-
-
-def is_free(port: int) -> bool:
-    """Whether a server can have it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            return port > 0
-    return False
 
 
 def down(stores: Stores, names: Sequence[str]) -> int:
@@ -230,18 +216,9 @@ def tell(groups: Sequence[int], number: signal.Signals) -> None:
             os.killpg(group, number)
 
 
-def status(stores: Stores) -> int:
-    """Say what runs; the exit status is 1 if something that was started does not."""
-    show(stores)
-    return 0 if all(map(stores.alive, stores.running)) else 1
-
-
 def show(stores: Stores) -> None:
     """A table of the stores, and what a client's environment needs."""
-    if not stores.running:
-        print("no store runs; make stores-up starts them")
-        return
-    width = max(map(len, stores.running))
+    width = max(map(len, stores.running), default=0)
     for name, known in stores.running.items():
         pids = " ".join(str(pid) for pid, _ in known["groups"])
         print(f"{name:{width}}  {f'pid {pids}' if stores.alive(name) else 'DEAD'}")
