@@ -10,7 +10,7 @@ import sys
 from asynccache import CopyFailed, RankFailure
 from asynccache.worker import Topology, connect
 from tests.group.group_kit import stage_of
-from tests.group.rank_engine import EngineBytes, task_of
+from tests.simulated.world import EngineBytes, task_of
 
 
 async def main(address: str, rank: int, topology: Topology, lives: int) -> None:

@@ -1,6 +1,8 @@
 """The core with a call after each of its statements. The call notes that the statement was reached, or raises an
 exception.
 
+``FailStopWorld`` is a world in which that happens.
+
 The functions of the core are compiled again with a call at every statement, and given back their own code at the end.
 The call stands after a simple statement, behind the value of a ``return``, and before statements that nothing follows
 or that end in several places: ``raise``, ``continue``, ``break``, and statements that have statements in them.
@@ -9,15 +11,29 @@ or that end in several places: ``raise``, ``continue``, ``break``, and statement
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from inspect import isclass, unwrap
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from asynccache import core
+import pytest
+
+from asynccache import AsyncCache, AsyncCacheError, CacheClosed, CacheConfig, core
+from asynccache.core import eviction, ledger, policies
+from asynccache.core.audit import check
+from asynccache.core.policies import POLICIES, P2c
+from asynccache.core.settings import CoreConfig
+from asynccache.runtime import head
+from asynccache.runtime.core_calls import holding
+from tests.simulated import world
+from tests.simulated.backend import Hostility
+from tests.simulated.loop import SimulatedLoop
 
 _CALL = "_at_point"
 _VALUE = "_returned"
@@ -182,3 +198,91 @@ class _Pointing(ast.NodeTransformer):
         source = ast.unparse(statement).split("\n")[0]
         POINTS.append(Point(self._file, ".".join(self._within), statement.lineno, source))
         return ast.Expr(ast.Call(ast.Name(_CALL, ast.Load()), [ast.Constant(len(POINTS) - 1)], []))
+
+
+# a world in whose core an exception is raised
+
+
+class FailStopWorld(world.World):
+    """Where nothing is raised, or nothing has changed, all goes on. If the cache is closed, that is the reason."""
+
+    def __init__(self, loop: SimulatedLoop, seed: int, injector: Injector) -> None:
+        super().__init__(loop, world.draw_climate(seed))
+        self.injector = injector
+        if seed % 4 == 0:  # a store that is late
+            self.stores["backend"].hostility = Hostility(delay=0.3)
+        injector.clock = lambda: loop.steps
+
+    def make(self, **more: Any) -> AsyncCache:
+        return super().make(on_event=[].append if self.loop.seed % 2 else None)
+
+    async def live(self) -> None:
+        if self.injector.fired:
+            return
+        self.cache = self.make()
+        with self._excused(), ExitStack() as arming:
+            arming.enter_context(armed(self.injector))
+            async with asyncio.timeout(600), self.cache:
+                with self._excused():
+                    await self.requests(self.climate.requests)
+                    await self.settle()
+                arming.close()
+                if self.cache.closed is None:
+                    await self._go_on()
+                else:
+                    assert "Injected" in self.cache.closed
+                    with pytest.raises(CacheClosed):
+                        await self.cache.match([1])
+        await self.engine()
+
+    async def _go_on(self) -> None:
+        """Nothing was left behind by the call that raised, and requests are served right."""
+        await self.settle()
+        opened = self.cache._opened()
+        opened.prefetches.drop_claims()
+        async with holding(opened.driver.lock):
+            while opened.core.world.dead_roots:
+                opened.driver.perform(opened.driver.call_locked(opened.core.follow_up))
+        check(opened.core, idle=True)
+        await self.requests(2)
+
+    def failed(self, error: BaseException) -> None:
+        with self._excused():
+            raise error
+
+    @contextmanager
+    def _excused(self) -> Iterator[None]:
+        """What was raised here may come out, and what it has closed."""
+        try:
+            yield
+        except (Injected, AsyncCacheError) as error:
+            if not (self.injector.fired and isinstance(error, (Injected, CacheClosed))):
+                raise
+
+
+def play(seed: int, injector: Injector) -> None:
+    """Play the world of this seed.
+
+    Raises:
+        Exception: fail-stop does not hold, or something else is wrong.
+    """
+    with grained(seed % 3):
+        world.played(seed, world.draw_climate(seed).leads, lambda loop: FailStopWorld(loop, seed, injector))
+
+
+@contextmanager
+def grained(steps: int) -> Iterator[None]:
+    """The core's limits are so small that small worlds reach them."""
+    def small(config: CacheConfig) -> CoreConfig:
+        return replace(usual(config), slice_steps=steps or usual(config).slice_steps)
+
+    usual = CacheConfig.core
+    with (
+        patch.object(CacheConfig, "core", small),
+        patch.object(eviction, "_SLICE", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
+        patch.object(policies, "_COHORTS", 2), patch.object(policies, "_MOST_GHOSTS", 4),
+        patch.object(policies, "_PRIOR_BLOCKS", 0.01), patch.object(policies, "_MOST_PAGES", 24),
+        patch.object(policies, "_FEWEST", 4), patch.object(policies, "_ALARM", 4.0),
+        patch.object(ledger, "_SHORT", 4), patch.object(head, "REMEMBERED", 4),
+    ):  # fmt: skip
+        yield

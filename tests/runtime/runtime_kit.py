@@ -16,7 +16,7 @@ import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
+from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
 from asynccache.hashes import extend_chain, namespace_digest
@@ -33,30 +33,13 @@ from asynccache.testing.wrapped_backend import WrappedBackend
 from asynccache.worker.local import LocalWorker
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
+from tests.simulated.drawn import LAYERS as LAYERS
+from tests.simulated.drawn import PAGE as PAGE
+from tests.simulated.drawn import settings as settings
+from tests.simulated.drawn import text as text
 from tests.simulated.loop import simulate
 from tests.waiting import turns as turns
 from tests.waiting import until as until
-
-PAGE = 4
-LAYERS = 2
-
-
-def settings(
-    device: int = 16, host: int = 0, *, swa: int = 0, mamba: int = 0, window: int = 8, **more: Any
-) -> CacheConfig:
-    """Pages (of ``PAGE`` tokens) of FULL on each tier; SWA pages and MAMBA states, half of it on the device."""
-    components: list[Any] = [
-        Full(bytes_per_token=16, device_tokens=device * PAGE, host_tokens=host * PAGE, layers=LAYERS)
-    ]
-    if swa:
-        components.append(
-            SlidingWindow(window=window, bytes_per_token=8, device_tokens=swa * PAGE,
-                          host_tokens=(host and 2 * swa) * PAGE, layers=LAYERS)
-        )  # fmt: skip
-    if mamba:
-        components.append(Mamba(state_bytes=64, device_states=mamba, host_states=host and 2 * mamba, layers=LAYERS))
-    more.setdefault("prefetch_threshold", PAGE)
-    return CacheConfig(model="test", components=tuple(components), page_size=PAGE, **more)
 
 
 def parts(cache: AsyncCache) -> Head:
@@ -130,11 +113,6 @@ async def enter(cache: AsyncCache, pages: int, seed: int = 0, extra: int = 0, **
 def entering(cache: AsyncCache, pages: int, seed: int = 0, extra: int = 0, **terms: Any) -> asyncio.Task[Lease]:
     """The same, in a task of its own."""
     return asyncio.create_task(enter(cache, pages, seed, extra, **terms))
-
-
-def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
-    """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
-    return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
 
 
 def page_hashes(tokens: Sequence[int], namespace: str | bytes | None = None) -> list[bytes]:

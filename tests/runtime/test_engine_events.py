@@ -494,7 +494,7 @@ async def idle(cache: AsyncCache) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"swa": 8}, {"mamba": 8}, {"swa": 8, "mamba": 8}], ids=str)
-async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, int]) -> None:
+async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, Any]) -> None:
     config = settings(device=16, host=32, storage="memory:", **more)
     async with opened(config) as cache:
         ready, tokens = gate(cache), text(4)

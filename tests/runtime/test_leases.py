@@ -196,11 +196,10 @@ PROMPT = text(PAGES, extra=1)
 
 
 @asynccontextmanager
-async def stored(folder: Path, namespace: str | None = None, **more: int) -> AsyncIterator[AsyncCache]:
+async def stored(folder: Path, namespace: str | None = None) -> AsyncIterator[AsyncCache]:
     """A new cache over a file store that has the prompt's pages."""
     config = settings(
-        device=2 * PAGES, host=2 * PAGES, storage=f"file:{folder}/kv?capacity=16MiB", prefetch_policy="wait_complete",
-        **more,
+        device=2 * PAGES, host=2 * PAGES, storage=f"file:{folder}/kv?capacity=16MiB", prefetch_policy="wait_complete"
     )
     async with opened(config) as cache:
         async with cache.lease(PROMPT, namespace=namespace) as lease:
