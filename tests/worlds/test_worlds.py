@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 
 from asynccache import CacheConfig, Full
+from asynccache.core.plan import Wait
 from asynccache.errors import CopyFailed
+from asynccache.runtime import lease
 from asynccache.runtime.cache import AsyncCache
+from asynccache.runtime.core_calls import drive
+from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine_batches import EngineBatches, Fences, not_over
 from asynccache.runtime.lease import Publishing
+from asynccache.runtime.save import Lateness, StoreCall
 from asynccache.worker.local import LocalBatch
 from asynccache.worker.work import BatchInFlight
 from tests.events.test_events_mirror import Reader, on_tier
@@ -23,7 +30,9 @@ from tests.simulated import world
 from tests.simulated.backend import HONEST, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import Deadlock, SimulatedLoop, simulate
+from tests.simulated.patience import Overdue
 from tests.simulated.world import WrongBytes, play
+from tests.worlds import hanging
 
 # Seeded worlds over the real runtime. One that fails prints its seed; ``ASYNCCACHE_SEED=<seed>`` plays it again.
 #
@@ -31,19 +40,21 @@ from tests.simulated.world import WrongBytes, play
 # measured: see ``CONTRIBUTING.md``. ``make soak`` plays worlds by new seeds.
 
 
-FAST, ALL, CHUNK = 25, 200, 25
+CHUNK = 25
+WORLDS = int(os.environ.get("ASYNCCACHE_WORLDS", 200))
 
 
-def chunks() -> list[object]:
-    """Ranges of seeds; those beyond the first are for the full gate."""
+def chunks(ends: dict[int, Sequence[pytest.MarkDecorator]]) -> list[object]:
+    """Ranges of seeds. ``ends``: up to which seeds the ranges have which marks."""
     if seed := os.environ.get("ASYNCCACHE_SEED"):
         return [range(int(seed), int(seed) + 1)]
-    worlds = int(os.environ.get("ASYNCCACHE_WORLDS", ALL))
-    ranges = [range(start, min(start + CHUNK, worlds)) for start in range(0, worlds, CHUNK)]
-    return [pytest.param(r, marks=[pytest.mark.slow(3)] if r.start >= FAST else [], id=f"{r.start}-") for r in ranges]
+    return [
+        pytest.param(range(start, start + CHUNK), id=f"{start}-", marks=ends[min(end for end in ends if start < end)])
+        for start in range(0, max(ends), CHUNK)
+    ]
 
 
-@pytest.mark.parametrize("seeds", chunks())
+@pytest.mark.parametrize("seeds", chunks({CHUNK: (), WORLDS: (pytest.mark.slow(3),)}))
 def test_worlds(seeds: Sequence[int]) -> None:
     met: Counter[str] = Counter()
     verified = 0
@@ -158,3 +169,65 @@ def test_a_request_that_waits_for_pages_costs_nothing(stored: bool) -> None:
 
     with pytest.raises(Deadlock, match="waits for pages"):
         simulate(world, 1)
+
+
+@pytest.mark.parametrize("seeds", chunks({CHUNK: (), 125: (pytest.mark.slow(3),), 600: (pytest.mark.soak,)}))
+def test_no_request_waits_longer_than_its_deadline_and_the_patience_of_the_store(seeds: Sequence[int]) -> None:
+    met: dict[str, Counter[str]] = {"alone": Counter(), "scheduler": Counter(), "ranks": Counter()}
+    hung = Counter[str]()
+    for seed in seeds:
+        report = hanging.play(seed)
+        met[report.kind] += report.met
+        hung += report.hung
+    if len(seeds) == CHUNK:
+        assert hung.total() > CHUNK, f"hardly any call has hung: {hung}"
+        assert met["alone"]["served"] > 2 * CHUNK, f"a world that serves nobody shows nothing: {met}"
+        assert met["ranks"]["served"] > CHUNK / 2
+        assert met["scheduler"]["length"] > 2 * CHUNK
+        assert met["alone"]["storage hit"] + met["scheduler"]["storage"] + met["ranks"]["storage hit"] > 0
+
+
+# The worlds must be able to fail: each of these breaks one rule, and some world must notice.
+
+
+def survivors(worlds: int) -> str:
+    """Play worlds until somebody waits for too long in one; empty if nobody does."""
+    for seed in range(worlds):
+        try:
+            hanging.play(seed)
+        except Overdue as error:
+            return str(error)
+    return ""
+
+
+def test_growth_that_only_the_end_of_a_copy_or_backup_wakes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def deaf(driver: Driver, call: Any, done: Any, check: Callable[[], object] | None = None) -> Any:
+        answer = await drive(driver, call, done, check)
+        if isinstance(answer, Wait) and (ended := driver.ops.watch(answer.ops)) is not None:
+            for waiter in driver.growing:
+                ended.add_done_callback(partial(_wake, waiter))
+            driver.growing = set()
+        return answer
+
+    monkeypatch.setattr(lease, "drive", deaf)
+    assert "extend" in survivors(60)
+
+
+def _wake(waiter: asyncio.Future[None], ended: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def test_reads_that_do_not_make_storage_late_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Lateness.call
+
+    @contextmanager
+    def only_writes(self: Lateness, kind: StoreCall) -> Iterator[None]:
+        if kind is StoreCall.READ:
+            yield
+        else:
+            with call(self, kind):
+                yield
+
+    monkeypatch.setattr(Lateness, "call", only_writes)
+    assert survivors(60)
