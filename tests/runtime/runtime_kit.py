@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import wraps
@@ -193,15 +193,50 @@ async def on_the_host(cache: AsyncCache, *texts: Sequence[int], pools: Sequence[
     assert [(await cache.match(tokens)).device for tokens in texts] == [0] * len(texts)
 
 
-class HeldBackend(MemoryBackend):
-    """Reads wait until they are let through, one call a permit. ``corrupt``: the n-th pages read are wrong. ``asked``,
-    ``waiting``, ``closed``: how many questions there were, how many reads wait, how often it was closed."""
+class Attended(WrappedBackend):
+    """``before`` is awaited before each call, with its verb and its keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: StorageBackend | None = None) -> None:
+        super().__init__(MemoryBackend() if inner is None else inner)
+
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        raise NotImplementedError
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self.before("exists", keys)
+        return await super().exists(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self.before("get", keys)
+        return await super().get(keys, records)
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self.before("put", keys)
+        return await super().put(keys, records)
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self.before("delete", keys)
+        return await super().delete(keys)
+
+    async def clear(self) -> None:
+        await self.before("clear")
+        await super().clear()
+
+    async def flush(self) -> None:
+        await self.before("flush")
+        await super().flush()
+
+
+class HeldBackend(Attended):
+    """Calls of one verb wait until they are let through, one a permit. ``corrupt``: the n-th pages read are wrong.
+    ``asked``, ``waiting``: how many questions there were, how many calls wait."""
+
+    def __init__(self, verb: str = "get", held: bool = False) -> None:
         super().__init__()
-        self.permits = asyncio.Semaphore(1 << 20)
+        self.verb = verb
+        self.permits = asyncio.Semaphore(0 if held else 1 << 20)
         self.asked = self.waiting = self._read = 0
-        self.corrupt: set[int] = set()
+        self.corrupt: Container[int] = ()
 
     def hold(self) -> None:
         self.permits = asyncio.Semaphore(0)
@@ -210,37 +245,22 @@ class HeldBackend(MemoryBackend):
         for _ in range(calls):
             self.permits.release()
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.asked += 1
-        return await super().exists(keys)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        self.asked += verb == "exists"
+        if verb == self.verb:
+            self.waiting += 1
+            try:
+                await self.permits.acquire()
+            finally:
+                self.waiting -= 1
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.waiting += 1
-        await self.permits.acquire()
-        self.waiting -= 1
         results = await super().get(keys, records)
         for i, record in enumerate(records, self._read):
             if i in self.corrupt:
                 record.payload[0] ^= 1
         self._read += len(keys)
         return results
-
-
-class HeldWrites(MemoryBackend):
-    """Writes wait until ``gate`` is set. ``writing``: how many do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-        self.writing = 0
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.writing += 1
-        try:
-            await self.gate.wait()
-            return await super().put(keys, records)
-        finally:
-            self.writing -= 1
 
 
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +302,7 @@ async def cache_over(
     await device.aclose()
 
 
-class Hangs(WrappedBackend):
+class Hangs(Attended):
     """From ``hung.set()`` on, ``verb`` does not answer before ``answers.set()`` or for ``deaf`` seconds, nor does
     ``put`` unless ``alone``, and they cannot be cancelled till then: as a client whose buffers somebody else writes
     to."""
@@ -295,31 +315,7 @@ class Hangs(WrappedBackend):
         self.answers = asyncio.Event()
         self.holding = 0
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._hang("exists")
-        return await self.inner.exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._hang("get")
-        return await self.inner.get(keys, records)
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._hang("put")
-        return await self.inner.put(keys, records)
-
-    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._hang("delete")
-        return await self.inner.delete(keys)
-
-    async def clear(self) -> None:
-        await self._hang("clear")
-        await self.inner.clear()
-
-    async def flush(self) -> None:
-        await self._hang("flush")
-        await self.inner.flush()
-
-    async def _hang(self, verb: str) -> None:
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
         if self.hung.is_set() and verb in self.verbs:
             self.holding += 1
             try:

@@ -27,8 +27,7 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.distinct import DistinctPages
 from asynccache.runtime.explain import Where
 from asynccache.runtime.lookups import LookupStats
-from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.wrapped_backend import WrappedBackend
+from asynccache.storage import PageKey
 from tests.runtime.runtime_kit import PAGE, HeldBackend, opened, parts, serve, settings, settled, text, turns, until
 
 # ``cache.explain``: over all tiers, with what the store says, and nothing changed by asking.
@@ -107,12 +106,7 @@ async def test_components_that_end_a_match_are_named() -> None:
 
 
 async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
-    class Down(MemoryBackend):
-        async def exists(self, keys: object) -> list[Result]:
-            raise OSError("gone")
-
-    backend = Down()
-    async with opened(settings(host=8), storage=backend, idle=False) as cache:
+    async with opened(settings(host=8), storage=Down(), idle=False) as cache:
         found = await cache.explain(text(4))
         assert [span.where for span in found.spans] == [Where.UNKNOWN]
         assert found.fetch == "storage does not answer"
@@ -283,24 +277,14 @@ async def test_a_cache_shows_its_device_and_the_block_table_of_a_step() -> None:
 # Each token that a request missed counts for one reason, and every token is counted once.
 
 
-class Hostile(WrappedBackend):
-    """Fails or rots when told to."""
+class Down(HeldBackend):
+    """Answers no question while it is ``down``."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.down = self.rotten = self.forgetful = False
+    down = True
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        if self.forgetful:
-            return [Result.MISS] * len(keys)
-        return [Result.FAILED] * len(keys) if self.down else await super().exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        results = await super().get(keys, records)
-        if self.rotten:
-            for record in records:
-                record.payload[0] ^= 1
-        return results
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if self.down and verb == "exists":
+            raise OSError("gone")
 
 
 def stats(cache: AsyncCache) -> LookupStats:
@@ -359,16 +343,20 @@ async def fill_and_push_out(cache: AsyncCache) -> None:
     ("trouble", "reason"), [("down", "backend_down"), ("rotten", "checksum"), ("forgetful", "evicted_storage")]
 )
 async def test_what_storage_did_not_give(trouble: str, reason: str) -> None:
-    backend = Hostile()
+    backend = Down()
+    backend.down = False
     async with opened(settings(device=6, host=6), storage=backend) as cache:
         await fill_and_push_out(cache)
         before = missed(cache)
         assert set(before) == {"never_stored"}
-        setattr(backend, trouble, True)
+        backend.down = trouble == "down"
+        backend.corrupt = range(1000) if trouble == "rotten" else ()
+        if trouble == "forgetful":
+            await backend.clear()
         await serve(cache, prompt(4))
         after = missed(cache)
         assert {name: tokens - before.get(name, 0) for name, tokens in after.items()} == {"never_stored": 0, reason: 16}
-        setattr(backend, trouble, False)
+        backend.down = False
 
 
 async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> None:

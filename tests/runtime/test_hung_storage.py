@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from random import Random
 from typing import Any
 
 import pytest
-from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheFull, PrefetchHandle, PrefetchResult, PrefetchStatus
 from asynccache.core.audit import check
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import GRACE
 from asynccache.runtime.save import PATIENCE, Lateness, StoreCall
-from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result
+from asynccache.storage import Breaker, CheckedStore, PageKey
 from asynccache.storage.checked import store_layout
 from asynccache.worker.local import BATCH_PAGES
 from tests.runtime.runtime_kit import (
     PAGE,
+    Attended,
     cache_over,
     entering,
     local,
@@ -400,25 +400,16 @@ async def test_storage_is_late_while_any_call_is(
 PAGES = 20 * BATCH_PAGES
 
 
-class Counting(MemoryBackend):
+class Counting(Attended):
     """Counts the pages of its calls, by verb and turn of the loop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.turn = 0
-        self.pages = {verb: Counter[int]() for verb in ("exists", "get", "put", "key")}
+        self.pages = defaultdict[str, Counter[int]](Counter)
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.pages["exists"][self.turn] += len(keys)
-        return await super().exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.pages["get"][self.turn] += len(keys)
-        return await super().get(keys, records)
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.pages["put"][self.turn] += len(keys)
-        return await super().put(keys, records)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        self.pages[verb][self.turn] += len(keys)
 
     @contextmanager
     def counted(self, cache: AsyncCache) -> Iterator[None]:

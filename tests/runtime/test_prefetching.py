@@ -28,9 +28,10 @@ from asynccache.runtime import prefetch as prefetch_module
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.driver import FetchCommit
 from asynccache.runtime.prefetch import Fetch, Wish
-from asynccache.storage import PageKey, Record, Result
+from asynccache.storage import PageKey
 from tests.runtime.runtime_kit import (
     PAGE,
+    Attended,
     HeldBackend,
     assert_cached_bytes,
     cache_over,
@@ -219,7 +220,7 @@ async def test_a_window_is_fetched_whole_or_not_at_all() -> None:
         storage.corrupt = {6}  # FULL's six pages are read first; then a page of the window
         result = await cache.prefetch(text(6, extra=1))
         assert result.tokens < 24
-        storage.corrupt = set()
+        storage.corrupt = ()
         cached = await serve(cache, text(6, extra=1), pools)
         assert cached == result.tokens
         assert cache.statistics().host["swa"].free >= 32 - 4
@@ -495,7 +496,7 @@ THREE_TEXTS = [text(PAGES, seed) for seed in range(3)]
 
 
 class Questions(HeldBackend):
-    """Notes the pages of each question; questions wait while ``deaf``."""
+    """Notes the pages of each question; questions wait while ``hearing`` is not set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -503,10 +504,11 @@ class Questions(HeldBackend):
         self.hearing = asyncio.Event()
         self.hearing.set()
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.questions.append(list(keys))
-        await self.hearing.wait()
-        return await super().exists(keys)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if verb == "exists":
+            self.questions.append(list(keys))
+            await self.hearing.wait()
+        await super().before(verb, keys)
 
 
 @asynccontextmanager
@@ -699,14 +701,12 @@ async def test_a_handle_that_ends_while_another_asks_for_it_stops_nobody_elses_f
         assert storage.asked == 1 + 3, "one asked for both, in three parts; before them, the request that computed it"
 
 
-class Buggy(HeldBackend):
+class Buggy(Attended):
     """Raises what no backend should."""
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        raise ValueError("a bug")
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        raise ValueError("a bug")
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if verb in ("exists", "put"):
+            raise ValueError("a bug")
 
 
 @pytest.mark.source

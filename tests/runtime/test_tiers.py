@@ -20,10 +20,10 @@ from asynccache.memory.device import Stream
 from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import PageCopy
 from asynccache.runtime.lease import Lease
-from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.wrapped_backend import WrappedBackend
+from asynccache.storage import PageKey
 from tests.runtime.runtime_kit import (
     PAGE,
+    Attended,
     assert_cached_bytes,
     compute,
     fence_all,
@@ -76,17 +76,17 @@ WINDOW = 8
 TABLES = ("full", "swa")
 
 
-class Reads(WrappedBackend):
-    """Counts how often each page is read, and each read call."""
+class Reads(Attended):
+    """Counts how often each page is read."""
 
-    def __init__(self, inner: MemoryBackend) -> None:
-        super().__init__(inner)
+    def __init__(self) -> None:
+        super().__init__()
         self.read: Counter[PageKey] = Counter()
 
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.read.update(keys)
-        await asyncio.sleep(0)  # others come meanwhile
-        return await super().get(keys, records)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if verb == "get":
+            self.read.update(keys)
+            await asyncio.sleep(0)  # others come meanwhile
 
 
 def all_three(**more: object) -> CacheConfig:
@@ -179,7 +179,7 @@ async def test_a_conversation_goes_on_after_a_restart_and_the_next_restart_has_a
 @pytest.mark.parametrize("own", [0, 1])
 async def test_ten_requests_for_a_stored_prefix_read_each_page_and_state_once(own: int) -> None:
     """``own``: pages that each of them has behind the shared ones, which nothing has stored."""
-    storage = Reads(MemoryBackend())
+    storage = Reads()
     async with opened(all_three(), storage=storage) as cache:
         await serve_all(cache, text(6, extra=1))
         assert await cache.flush() == (0, 0)
