@@ -41,7 +41,7 @@ from tests.simulated.drawn import STORE
 from tests.simulated.drawn import settings as settings
 from tests.simulated.drawn import text as text
 from tests.simulated.links import SimulatedGroup, SimulatedWorker
-from tests.simulated.loop import Order, SimulatedLoop, simulate
+from tests.simulated.loop import SimulatedLoop, simulate
 from tests.simulated.world import CANNOT, BadBytes, EngineBytes, Task, WrongBytes, task_for, task_of
 
 T = TypeVar("T")
@@ -478,9 +478,9 @@ def simulated(test: Callable[Concatenate[SimulatedLoop, P], Coroutine[Any, Any, 
     return run
 
 
-def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0, order: Order = Order.SHUFFLED) -> T:
+def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0) -> T:
     """Run ``work`` in a world of this seed."""
-    return simulate(work, seed, order=order)
+    return simulate(work, seed)
 
 
 def random_of(seed: object) -> Random:

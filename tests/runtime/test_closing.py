@@ -110,16 +110,6 @@ async def test_flush_under_write_back_saves_everything() -> None:
         assert storage.stats()["pages"] == 6
 
 
-async def test_another_namespace_never_hits() -> None:
-    storage = MemoryBackend()
-    async with opened(settings(host=32), storage=storage) as cache:
-        await serve(cache, text(4))
-        await cache.flush()
-        for other in ("", "a", b"a"):
-            assert (await cache.match(text(4), other)).host == 0
-            assert (await cache.prefetch(text(4), other)).tokens == 0
-
-
 async def test_keep_pins_a_prefix_within_the_cap_until_released() -> None:
     async with opened(settings(device=16, kept_fraction=0.25)) as cache:
         await serve(cache, text(8))
@@ -134,14 +124,6 @@ async def test_keep_pins_a_prefix_within_the_cap_until_released() -> None:
             assert (await cache.match(text(8))).device == 0
         with pytest.raises(ConfigError, match="ttl=0"):
             await cache.keep(text(1), ttl=0)
-
-
-async def test_what_is_kept_goes_when_its_time_is_over() -> None:
-    async with opened(settings()) as cache:
-        await serve(cache, text(4))
-        kept = await cache.keep(text(4), ttl=0.005)
-        assert kept.tokens == 16
-        await until(lambda: cache.statistics().kept_tokens == 0)
 
 
 async def test_events_are_told_in_order_and_host_events_after_their_ack() -> None:
@@ -183,18 +165,6 @@ async def test_a_pool_that_does_not_fit_and_an_unknown_device_say_so() -> None:
     with pytest.raises(ConfigError, match="host tier"):
         async with AsyncCache(settings(), storage=storage):
             pass
-
-
-async def test_it_says_what_it_is() -> None:
-    async with opened(settings(host=16)) as cache:
-        assert "0 leases" in repr(cache)
-        async with cache.lease(text(2)) as lease:
-            assert "reserved" in repr(lease)
-            assert "1 leases" in repr(cache)
-        assert "released" in repr(lease)
-        statistics = cache.statistics()
-        assert set(statistics.stages) == {"backup_host", "load_back", "backup_storage", "prefetch"}
-        assert parts(cache).supervisor.running
 
 
 # ``aclose`` ends: from any task, at any moment of the cache's life, any number of times and with any deadline.

@@ -24,7 +24,6 @@ from asynccache.runtime.head import Head
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import (
-    compute,
     enter,
     entering,
     fence_all,
@@ -152,25 +151,6 @@ async def test_whatever_kills_a_worker_closes_the_cache_with_it_and_every_waiter
     lease.release()
     assert isinstance((await cache.aclose()).error, error)
     assert len(parts(cache).supervisor) == 0
-
-
-async def test_an_engine_in_a_worker_thread_hands_off_its_calls_and_hears_of_those_that_fail() -> None:
-    async with opened(settings()) as cache:
-        tokens, loop = text(3), asyncio.get_running_loop()
-        lease = await enter(cache, 3)
-        compute(cache, lease, tokens)
-
-        def engine() -> tuple[str, list[int]]:
-            wrong = asyncio.run_coroutine_threadsafe(lease.commit(text(3, seed=7)), loop).exception(10)
-            pages = asyncio.run_coroutine_threadsafe(lease.commit(tokens), loop).result(10).tolist()
-            loop.call_soon_threadsafe(lease.release)
-            return str(wrong), list(pages)
-
-        wrong, pages = await asyncio.to_thread(engine)
-        assert "do not begin with the prompt" in wrong
-        await until(lambda: cache.statistics().leases == 0)
-        async with cache.lease(text(3, extra=1)) as again:
-            assert (again.cached, again.pages.tolist()[:3]) == (12, pages)
 
 
 async def test_another_threads_call_raises() -> None:

@@ -144,19 +144,6 @@ async def test_pages_and_states_come_back_from_storage_in_a_cache_that_never_com
         await memory.aclose()
 
 
-async def test_pages_and_states_come_back_from_the_host() -> None:
-    async with opened(all_three(device=12, swa=12, mamba=4)) as cache:
-        for seed in range(4):
-            await serve_all(cache, text(6, seed, extra=1))
-            await settled(cache)
-        await push_out(cache, 12)
-        assert (await cache.match(text(6, 0))).device == 0
-        async with cache.lease(text(6, 0, extra=1)) as lease:
-            await lease.loaded()
-            assert lease.hits == (0, 6 * PAGE, 0)
-            assert_everything(cache, lease, text(6, 0))
-
-
 async def test_what_a_request_makes_of_its_state_is_not_what_the_next_one_gets() -> None:
     async with opened(all_three()) as cache:
         await serve_all(cache, text(4, extra=1))
