@@ -433,25 +433,6 @@ async def test_a_device_whose_truth_is_false_is_used_and_not_closed() -> None:
     await device.aclose()
 
 
-@pytest.mark.parametrize("lost", range(3))
-@simulated
-async def test_whichever_rank_is_lost_all_others_are_told_its_number(loop: SimulatedLoop, lost: int) -> None:
-    """The first one, too, where the head has no worker of its own."""
-    world = GroupWorld(loop, Topology(tp=3), settings(8), own=None)
-    world.begin()
-
-    async def lose() -> None:
-        async with world.cache:
-            world.process(lost).kill()
-            await asyncio.sleep(1)
-
-    with pytest.raises(RankFailure, match=f"rank {lost}: "):
-        await lose()
-    await world.group.ended()
-    failures = [process.failure for rank, process in world.group.processes.items() if rank != lost]
-    assert [failure.rank for failure in failures if isinstance(failure, RankFailure)] == [lost] * 2
-
-
 # A batch that one rank could not run: what it was to compute leaves the cache of all ranks as soon as the head hears
 # of it, and its pages come back when all have let go.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from random import Random
@@ -19,6 +19,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
+from asynccache.core.plan import Status
 from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
@@ -70,6 +71,15 @@ def fence_all(cache: AsyncCache, event: Event) -> None:
     """From now on every copy into a page of the device waits for ``event``."""
     slots = {int(c.kind): np.arange(c.device, dtype=np.int32).tobytes() for c in cache.core.config.components}
     parts(cache).batches.fences.add(local(cache).batch(event), slots)
+
+
+@contextmanager
+def failing_loads(cache: AsyncCache) -> Iterator[None]:
+    """Every copy from the host fails meanwhile."""
+    stage = local(cache).load_back
+    post, stage._ended = stage._ended, lambda _, ops: post(Status.FAILED, ops)
+    yield
+    stage._ended = post
 
 
 @asynccontextmanager

@@ -289,9 +289,8 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
 
 @pytest.mark.parametrize("last", range(3))
 async def test_released_pages_retire_until_every_batch_is_over_whichever_ends_last(last: int) -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8), device=device) as cache:
-        batches = [device.gate() for _ in range(3)]
+    async with opened(settings(device=8)) as cache:
+        batches = [gate(cache) for _ in range(3)]
         async with cache.lease(text(2), new_tokens=6 * PAGE) as lease:
             await lease.commit(text(1), after=batches[0])
             await lease.commit(text(2), after=batches[1])
@@ -302,7 +301,6 @@ async def test_released_pages_retire_until_every_batch_is_over_whichever_ends_la
         assert cache.statistics().device["full"].free == 0
         batches[last].open()
         await until(lambda: cache.statistics().device["full"].free == 6)
-    await device.aclose()
 
 
 # Fences: which batches stand before which slots, against a model that keeps every batch of every slot.

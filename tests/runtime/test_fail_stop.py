@@ -1,17 +1,17 @@
 """Fail-stop: when a core call raises an error that it does not document, either nothing has changed or the cache is
 closed.
 
-An exception is raised after each statement of the core, one statement a world. Then the cache must be closed with that
+An exception is raised before each line of the core, one line a world. Then the cache must be closed with that
 exception and everybody must have been told; or the audit holds, nothing is left behind and requests are served right.
 The core itself catches nothing, so what the runtime does about an exception depends on the call and not on the
-statement. The worlds reach nearly all statements all the same.
+line. The worlds reach nearly all lines all the same.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,25 +22,19 @@ from asynccache.core.passes import Survey, Unsaved
 from asynccache.core.plan import EMPTY, More, Plan
 from asynccache.runtime.core_calls import drive
 from asynccache.runtime.driver import Driver
-from tests.runtime.fail_stop_kit import POINTS, Injected, Injector, grained, play, points
+from tests.runtime.fail_stop_kit import Injected, Injector, Point, grained, play, points
 from tests.runtime.runtime_kit import parts, serve, settings, text, turns
 
 PARTS = 4
 SEEDS = (2, 7, 21, 29, 34, 35, 42, 51, 58, 59, 60, 69, 72, 85, 89, 90, 101, 113, 119, 120, 125, 131, 132, 137)
 """Of the first 150 these reach as much as all together."""
 
-pytestmark = pytest.mark.source                          # it puts a call behind each statement
-
-@pytest.fixture(autouse=True, scope="module")
-def core_with_points() -> Iterator[None]:
-    with points():
-        yield
-
+pytestmark = pytest.mark.source                          # compiled lines are not traced
 
 @pytest.fixture(scope="module")
-def first(core_with_points: None) -> dict[int, int]:
-    """The statements that the worlds reach, and the seed of the world in which each is reached soonest."""
-    found: dict[int, tuple[int, int]] = {}
+def first() -> dict[Point, int]:
+    """The lines that the worlds reach, and the seed of the world in which each is reached soonest."""
+    found: dict[Point, tuple[int, int]] = {}
     for seed in SEEDS:
         injector = Injector()
         play(seed, injector)
@@ -49,8 +43,8 @@ def first(core_with_points: None) -> dict[int, int]:
     return {point: seed for point, (_, seed) in sorted(found.items())}
 
 
-def violations(chosen: Iterable[tuple[int, int]]) -> list[str]:
-    """What is wrong after an exception at each of these statements, in its world."""
+def violations(chosen: Iterable[tuple[Point, int]]) -> list[str]:
+    """What is wrong after an exception at each of these lines, in its world."""
     wrong = []
     for point, seed in chosen:
         injector = Injector(point)
@@ -58,32 +52,33 @@ def violations(chosen: Iterable[tuple[int, int]]) -> list[str]:
             play(seed, injector)
             assert injector.fired, "it was not reached again"
         except Exception as error:  # a deadlock, a task that is left, a wrong page
-            wrong.append(f"{POINTS[point]} (seed {seed}): {type(error).__name__}: {error}")
+            wrong.append(f"{point} (seed {seed}): {type(error).__name__}: {error}")
     return wrong
 
 
 @pytest.mark.slow(15)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_core_that_raises_at_any_statement_has_changed_nothing_or_closes_the_cache(
-    part: int, first: dict[int, int]
+def test_a_core_that_raises_at_any_line_has_changed_nothing_or_closes_the_cache(
+    part: int, first: dict[Point, int]
 ) -> None:
-    assert violations([(point, seed) for point, seed in first.items() if point % PARTS == part]) == []
+    assert violations(list(first.items())[part::PARTS]) == []
 
 
 @pytest.mark.slow(8)
-def test_without_fail_stop_that_is_found_out(monkeypatch: pytest.MonkeyPatch, first: dict[int, int]) -> None:
+def test_without_fail_stop_that_is_found_out(monkeypatch: pytest.MonkeyPatch, first: dict[Point, int]) -> None:
     monkeypatch.setattr(Driver, "_break", lambda driver, error: None)
-    commits = [(point, seed) for point, seed in first.items() if POINTS[point].file == "commits.py"]
+    commits = [(point, seed) for point, seed in first.items() if point.file.endswith("commits.py")]
     assert len(violations(commits[::10])) > 3
 
 
-def test_nearly_every_statement_of_the_core_is_reached_by_a_world(first: dict[int, int]) -> None:
-    unreached = [str(point) for number, point in enumerate(POINTS) if number not in first]
-    assert len(unreached) < len(POINTS) / 25, "\n".join(unreached)
+@pytest.mark.slow(11)
+def test_nearly_every_line_of_the_core_is_reached_by_a_world(first: dict[Point, int]) -> None:
+    unreached = points() - first.keys()
+    assert len(unreached) < len(first) / 25, "\n".join(map(str, sorted(unreached)))
 
 
 def test_the_core_catches_nothing_so_an_exception_leaves_every_call_of_it_wherever_it_is_raised() -> None:
-    """So it is enough to raise at each statement once, and not in each of the calls that run it."""
+    """So it is enough to raise at each line once, and not in each of the calls that run it."""
     folder = Path(core.__path__[0])
     trees = {file.name: ast.parse(file.read_text("utf-8")) for file in folder.rglob("*.py")}
     assert len(trees) > 15

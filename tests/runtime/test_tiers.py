@@ -15,10 +15,7 @@ from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Prefetc
 from asynccache.config import Component
 from asynccache.core.audit import check
 from asynccache.core.plan import Clone, Copy
-from asynccache.memory.cpu import CpuDevice, CpuEvent
-from asynccache.memory.device import Stream
 from asynccache.memory.host_copies import Fates, Faults
-from asynccache.memory.pools import PageCopy
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey
 from tests.runtime.runtime_kit import (
@@ -27,7 +24,9 @@ from tests.runtime.runtime_kit import (
     assert_cached_bytes,
     compute,
     fence_all,
+    gate,
     holds,
+    on_the_host,
     opened,
     page_hashes,
     parts,
@@ -43,14 +42,11 @@ from tests.runtime.runtime_kit import (
 
 
 async def test_an_engine_waits_layer_by_layer() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=16), device=device) as cache:
-        await serve(cache, text(4))
-        await settled(cache)
-        await push_out(cache, 8)
-        gate = device.gate()
-        fence_all(cache, gate)
-        engine = device.stream("engine")
+    async with opened(settings(device=8, host=16)) as cache:
+        await on_the_host(cache, text(4))
+        device: Any = cache.device
+        event, engine = gate(cache), device.stream("engine")
+        fence_all(cache, event)
         async with cache.lease(text(4, extra=1)) as lease:
             lease.wait_layer(engine, 0)
             computed = engine.record()
@@ -58,14 +54,13 @@ async def test_an_engine_waits_layer_by_layer() -> None:
             await asyncio.sleep(0)
             assert not computed.done()
             assert not layer.done()
-            gate.open()
+            event.open()
             await computed.wait()
             await layer
             assert_cached_bytes(cache, lease, text(4))
             await lease.loaded()
             await lease.layer(0)
         check(parts(cache).core)
-    await device.aclose()
 
 
 # Pages that come back from storage have, byte for byte, what was computed: pages of FULL and SWA, states of MAMBA, in
@@ -216,24 +211,8 @@ async def test_ten_requests_for_an_evicted_prefix_load_each_page_and_state_once(
         assert (load_back.ops, load_back.pages) == (1, 6 + WINDOW // PAGE + 1)
 
 
-class FailingLoads(CpuDevice):
-    """A device whose copies from the host fail while ``failing``."""
-
-    failing = False
-
-    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CpuEvent]:
-        others = self._fates
-        try:
-            if self.failing:
-                self._fates = Fates(Faults(failing=1.0))
-            return super().load(stream, copies, layers)
-        finally:
-            self._fates = others
-
-
 async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() -> None:
-    device = FailingLoads()
-    async with opened(all_three(device=24, swa=24), device=device) as cache:
+    async with opened(all_three(device=24, swa=24)) as cache:
 
         def counted() -> tuple[int, int, int, int]:
             load_back = cache.statistics().stages["load_back"]
@@ -246,16 +225,16 @@ async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() ->
         assert counted() == (0, 0, 0, 0)
         await settled(cache)
         await push_out(cache, 24)
-        device.failing = True
-        async with cache.lease(text(6, extra=1)) as lease:
-            with pytest.raises(LoadFailed):
-                await lease.loaded()
-        await settled(cache)
+        device: Any = cache.device
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "_fates", Fates(Faults(failing=1.0)))
+            async with cache.lease(text(6, extra=1)) as lease:
+                with pytest.raises(LoadFailed):
+                    await lease.loaded()
+            await settled(cache)
         assert counted() == (0, 0, 1, 1)
-        device.failing = False
         assert await serve_all(cache, text(6, extra=1)) == 6 * PAGE
         assert counted() == (1, 6 + WINDOW // PAGE + 1, 1, 2)
-    await device.aclose()
 
 
 def spy_on_clones(cache: AsyncCache) -> list[Clone]:
