@@ -19,8 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Replicated, Sidecar, SlidingWindow
-from asynccache.config import Component
+from asynccache import AsyncCache, CacheConfig, CopyFailed, LoadFailed, RankFailure
 from asynccache.core import audit
 from asynccache.core.plan import Status
 from asynccache.memory.device import Stream
@@ -28,26 +27,25 @@ from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import PageCopy
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
-from asynccache.worker import Topology
+from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker.local import LocalWorker, Storage
 from asynccache.worker.messages import Ended, Message
 from asynccache.worker.rank_server import RankServer
 from asynccache.worker.ranks import Shard
 from asynccache.worker.work import Work
-from tests.group.rank_engine import RankEngine, Task, task_for
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
-from tests.simulated.device import SimulatedDevice, SimulatedEvent
+from tests.simulated.device import SimulatedDevice, SimulatedEvent, SimulatedGate
+from tests.simulated.drawn import GUEST as GUEST
+from tests.simulated.drawn import PAGE as PAGE
+from tests.simulated.drawn import STORE
+from tests.simulated.drawn import settings as settings
+from tests.simulated.drawn import text as text
 from tests.simulated.links import SimulatedGroup, SimulatedWorker
-from tests.simulated.loop import Order, SimulatedLoop, simulate
-from tests.simulated.world import WrongBytes
+from tests.simulated.loop import SimulatedLoop, simulate
+from tests.simulated.world import CANNOT, BadBytes, EngineBytes, Task, WrongBytes, task_for, task_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-PAGE = 4
-LAYERS = 2
-STORE = "sim:main?name=main"
-GUEST = "sim:guest?name=guest"
 
 
 class SharedStore(SimulatedBackend):
@@ -87,43 +85,6 @@ class RankDevice(SimulatedDevice):
         self._of_loads = Fates(Faults())
 
 
-def settings(
-    device: int = 16, host: int = 0, *, swa: int = 0, mamba: int = 0, window: int = 8,
-    sidecars: tuple[Sidecar, ...] = (), stored: bool = False, replicated: Replicated = Replicated.NO,
-    layers: int = LAYERS, logical: bool = False, **more: Any,
-) -> CacheConfig:  # fmt: skip
-    """Pages (of ``PAGE`` tokens) of FULL on each tier; SWA pages and MAMBA states. ``stored``: with a store.
-    ``logical``: FULL without bytes."""
-    components: list[Component] = [
-        Full(bytes_per_token=0 if logical else 16, device_tokens=device * PAGE, host_tokens=host * PAGE,
-             layers=1 if logical else layers, replicated=replicated)
-    ]  # fmt: skip
-    if swa:
-        components.append(SlidingWindow(
-            window=window, bytes_per_token=8, device_tokens=swa * PAGE, host_tokens=(host and 2 * swa) * PAGE,
-            layers=layers, replicated=replicated,
-        ))  # fmt: skip
-    if mamba:
-        components.append(Mamba(state_bytes=64, device_states=mamba, host_states=host and 2 * mamba, layers=layers))
-    more.setdefault("prefetch_threshold", PAGE)
-    return CacheConfig(
-        model="test", components=tuple(components), page_size=PAGE, sidecars=sidecars,
-        storage=STORE if stored else None, **more,
-    )  # fmt: skip
-
-
-def deepseek(device: int = 16, host: int = 0, *, layers: int = 1, **more: Any) -> CacheConfig:
-    """DeepSeek-V4's stack: FULL is logical; compressed KV hangs on it, compressor states on the window. Ranks of tp
-    hold all of it alike."""
-    pools = (("c4", "full", 8), ("c4_indexer", "c4", 6), ("c128", "full", 4), ("c4_state", "swa", 10))
-    sidecars = tuple(
-        Sidecar(name=name, indices_from=source, bytes_per_page=size * layers, layers=layers, replicated=Replicated.TP)
-        for name, source, size in pools
-    )
-    return settings(device, host, swa=device, sidecars=sidecars, layers=layers, logical=True, **more,
-                    replicated=Replicated.TP)  # fmt: skip
-
-
 def stage_of(topology: Topology, rank: int) -> Shard:
     """The layers of the rank's pipeline stage: as many as any other has."""
 
@@ -137,6 +98,118 @@ def stage_of(topology: Topology, rank: int) -> Shard:
         return replace(config, components=components, sidecars=tuple(map(mine, config.sidecars)))
 
     return shard
+
+
+# The engine of one rank in a simulated world: batches in the order in which the head sent them, on one stream.
+#
+# As on a GPU, the host runs ahead of the stream. It ends a batch by an event before the work is done, or, if it is
+# slow, some time later, or without an event when the work is over. The stream does the work in order: it waits for the
+# batch's loads (the host has asked for them at once, or asks now), takes its time, reads what is called cached and
+# writes the rest. So a copy or another request that does not wait for the event finds the page as it was, and a page
+# that is given away too early is found overwritten.
+
+
+class RankEngine:
+    """The engine of one rank. ``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work,
+    by batch; ``loads``: what each of these needed. ``spoilt``: batches that have read what a failed one left.
+    ``verified``: as ``EngineBytes`` has it."""
+
+    def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
+        self.rank = face.rank
+        self.failures: dict[int, BaseException] = {}
+        self.loads: dict[int, tuple[int, ...]] = {}
+        self.spoilt: set[int] = set()
+        self._face = face
+        self._device = device
+        self._random = random
+        self._lag = lag
+        self._bytes = EngineBytes(face.pools, face.config, face.topology.place(face.rank))
+        self._works: set[asyncio.Task[None]] = set()
+        self._last: SimulatedGate | None = None
+
+    @property
+    def verified(self) -> int:
+        return self._bytes.verified
+
+    async def run(self) -> None:
+        """Run until the cache is closed or the group has failed, and until the stream is empty."""
+        try:
+            async for batch in self._face:
+                await self._take(batch)
+        except RankFailure:
+            pass
+        while self._works:
+            await asyncio.wait(self._works)
+
+    async def _take(self, batch: EngineBatch) -> None:
+        if self.rank in task_of(batch.payload).unable:
+            await self._fail(batch)
+            return
+        gate = self._device.gate()
+        loop = asyncio.get_running_loop()
+        early = bool(batch.loads) and self._random.random() < 0.5
+        loads = loop.create_task(self._arrived(batch), name="loads") if early else None
+        work = loop.create_task(self._work(batch, loads, self._last, gate), name="stream")
+        self._works.add(work)
+        work.add_done_callback(self._works.discard)
+        self._last = gate
+        style = self._random.random()
+        if style < 0.5:
+            batch.end(gate)
+        elif style < 0.8:
+            await asyncio.sleep(self._pause())
+            batch.end(gate)
+        else:
+            await asyncio.wait([work])
+            batch.end()
+
+    async def _fail(self, batch: EngineBatch) -> None:
+        """Leave garbage in the batch's pages, when the stream comes to it, and say that it failed: by an event or
+        not."""
+        gate = self._device.gate() if self._random.random() < 0.4 else None
+        if gate is not None:
+            batch.end(gate)
+        if self._last is not None:
+            await self._last.wait()
+        await asyncio.sleep(self._pause())
+        self._bytes.spoil(task_of(batch.payload))
+        if gate is None:
+            batch.fail(CANNOT)
+        else:
+            gate.fire(RuntimeError(CANNOT))
+
+    async def _work(
+        self, batch: EngineBatch, loads: asyncio.Task[bool] | None, before: SimulatedGate | None, gate: SimulatedGate
+    ) -> None:
+        if before is not None:
+            await before.wait()
+        try:
+            task = task_of(batch.payload)
+            await asyncio.sleep(self._pause())
+            there = await (self._arrived(batch) if loads is None else loads)
+            if there:
+                try:
+                    self._bytes.verify(task)
+                    self._bytes.write(task)
+                except BadBytes:
+                    self.spoilt.add(batch.number)
+                    self._bytes.spoil(task)
+        except Exception as error:
+            self.failures[batch.number] = error
+            self.loads[batch.number] = batch.loads
+        gate.open()
+
+    async def _arrived(self, batch: EngineBatch) -> bool:
+        """Whether the batch's loads have arrived. If not, the head is told, and takes nothing of the batch for
+        computed."""
+        try:
+            await self._face.layer(batch, self._face.layers - 1)
+        except (CopyFailed, RankFailure):
+            return False
+        return True
+
+    def _pause(self) -> float:
+        return self._random.random() * self._lag
 
 
 class _EndOf(asyncio.Future[Status]):
@@ -383,11 +456,6 @@ def servers(world: GroupWorld) -> list[Any]:
     return [found[rank] for rank in sorted(found)]
 
 
-def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
-    """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
-    return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
-
-
 _MADE: ContextVar[list[GroupWorld]] = ContextVar("_MADE")
 
 
@@ -410,9 +478,9 @@ def simulated(test: Callable[Concatenate[SimulatedLoop, P], Coroutine[Any, Any, 
     return run
 
 
-def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0, order: Order = Order.SHUFFLED) -> T:
+def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0) -> T:
     """Run ``work`` in a world of this seed."""
-    return simulate(work, seed, order=order)
+    return simulate(work, seed)
 
 
 def random_of(seed: object) -> Random:

@@ -71,6 +71,18 @@ async def test_a_store_that_cannot_count_is_flushed_and_closed_like_any_other(
     assert closed, "pools and stores stayed open"
 
 
+def hang_at_the_end(stores: Any) -> asyncio.Event:
+    """They are not closed before the event is set."""
+    go, close = asyncio.Event(), stores.aclose
+
+    async def hang() -> None:
+        await go.wait()
+        await close()
+
+    stores.aclose = hang
+    return go
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("gone", [False, True])
 @simulated
@@ -81,14 +93,7 @@ async def test_a_store_that_hangs_when_it_is_closed_delays_the_cache_no_longer_t
     world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
     world.begin()
     cache = await world.cache.__aenter__()
-    local = world.local(rank)
-    go, close = asyncio.Event(), local._tiers.aclose
-
-    async def hang() -> None:
-        await go.wait()
-        await close()
-
-    local._tiers.aclose = hang  # type: ignore[method-assign]
+    go = hang_at_the_end(world.local(rank)._tiers)
     if gone:
         world.process(2).kill()
         await asyncio.sleep(1.0)
@@ -294,14 +299,7 @@ async def test_a_worker_whose_store_hangs_while_it_is_closed_ends_within_the_tim
     world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True), own=None, timeout=TIMEOUT)
     world.begin()
     cache = await world.cache.__aenter__()
-    local = world.local(1)
-    go, close = asyncio.Event(), local._tiers.aclose
-
-    async def hang() -> None:
-        await go.wait()
-        await close()
-
-    local._tiers.aclose = hang  # type: ignore[method-assign]
+    go = hang_at_the_end(world.local(1)._tiers)
     if gone == "head is gone":
         world.process(1).link.peer.cut()
     else:

@@ -22,8 +22,8 @@ from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker.local import LATE
 from asynccache.worker.messages import StoreCounters, StoreHealth
 from asynccache.worker.rank_server import ORDERS
-from asynccache.worker.work import StoredBatch, WriteOrder
-from tests.group.group_kit import GUEST, PAGE, GroupWorld, RankDevice, play, servers, settings, simulated, text
+from asynccache.worker.work import WriteOrder
+from tests.group.group_kit import GUEST, PAGE, GroupWorld, RankDevice, servers, settings, simulated, text
 from tests.group.random_worlds import EFFECTS, FATES, Fate
 from tests.runtime import runtime_kit
 from tests.simulated.device import SimulatedDevice, SimulatedStream
@@ -314,76 +314,50 @@ async def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_long
 # used.
 
 
-Lie = Callable[[Any], Any]
-
-OPENED: dict[str, dict[str, Any]] = {
-    "layers that are fewer than none": {"layers": -1}, "a pool that nobody named": {"weights": {"nobody's": 4}},
-    "a page without bytes": {"weights": {"full": 0}}, "no digest": {"digest": b"short"},
-}  # fmt: skip
-WRITTEN = {
-    "an operation of another batch": StoredBatch(frozenset({8}), 1, 1, 64),
-    "fewer pages than none": StoredBatch(frozenset(), -1, 0, 64),
-}  # fmt: skip
-COUNTED: dict[str, tuple[Any, Any]] = {
-    "a breaker's state": ({"breaker": 99}, {}), "no number": ({}, {"sim": {"puts": float("nan")}}),
-}  # fmt: skip
+OPENED, WROTE, COUNTED = "opened other pools", "wrote a batch of other operations", "counted what nobody can"
 
 
-def told_by_name(tell: Callable[[GroupWorld], None], why: str) -> None:
-    async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
-        world.begin()
-        try:
-            tell(world)
-            async with world.cache as cache:
-                group: Any = cache._opened().worker
-                await group.store([WriteOrder(7, (StoredPages(0, bytes(32), bytes(4)),))])
-                await world.process(1).ended()
-                cache.statistics()
-        finally:
-            await world.group.ended()
-
-    with pytest.raises(RankFailure, match=f"rank 1.*{why}"):
-        play(main)
-
-
-def answers(world: GroupWorld, name: str, lie: Lie) -> None:
-    """Rank 1 answers a call with what ``lie`` makes of its answer."""
+@pytest.mark.parametrize(
+    ("call", "lie", "why"),
+    [
+        ("open", {"layers": -1}, OPENED), ("open", {"weights": {"nobody's": 4}}, OPENED),
+        ("open", {"weights": {"full": 0}}, OPENED), ("open", {"digest": b"short"}, OPENED),
+        ("store", {"failed": frozenset({8})}, WROTE), ("store", {"pages": -1}, WROTE),
+        ("store", StoreCounters({"breaker": 99}, {}), COUNTED),
+        ("store", StoreCounters({}, {"sim": {"puts": float("nan")}}), COUNTED),
+    ],
+    ids=["layers that are fewer than none", "a pool that nobody named", "a page without bytes", "no digest",
+         "an operation of another batch", "fewer pages than none", "a breaker's state", "no number"],
+)  # fmt: skip
+@simulated
+async def test_what_cannot_be_ends_the_group_by_the_rank_that_says_it(
+    loop: SimulatedLoop, call: str, lie: Any, why: str
+) -> None:
+    """``lie``: what rank 1 says besides, or what of its answer is changed."""
+    world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
+    world.begin()
     server: Any = world.process(1).server
     plain = server._tell
 
     def tell(message: Any) -> None:
-        if type(message) is ORDERS[name].answer:
-            message.value = lie(message.value)
+        if type(message) is ORDERS[call].answer:
+            if isinstance(lie, StoreCounters):
+                plain(lie)
+            else:
+                message.value = message.value._replace(**lie)
         plain(message)
 
+    async def use() -> None:
+        async with world.cache as cache:
+            group: Any = cache._opened().worker
+            await group.store([WriteOrder(7, (StoredPages(0, bytes(32), bytes(4)),))])
+            await world.process(1).ended()
+            cache.statistics()
+
     server._tell = tell
-
-
-@pytest.mark.parametrize("lie", OPENED)
-def test_pools_that_cannot_be_end_the_opening(lie: str) -> None:
-    told_by_name(
-        lambda world: answers(world, "open", lambda said: said._replace(**OPENED[lie])), "opened other pools"
-    )
-
-
-@pytest.mark.parametrize("lie", WRITTEN)
-def test_pages_that_cannot_have_been_written_end_the_group(lie: str) -> None:
-    told_by_name(
-        lambda world: answers(world, "store", lambda said: WRITTEN[lie]), "wrote a batch of other operations"
-    )
-
-
-@pytest.mark.parametrize("lie", COUNTED)
-def test_counters_that_cannot_be_end_the_group(lie: str) -> None:
-    def tell(world: GroupWorld) -> None:
-        def lying(said: Any) -> Any:
-            world.process(1).server._tell(StoreCounters(*COUNTED[lie]))
-            return said
-
-        answers(world, "store", lying)
-
-    told_by_name(tell, "counted what nobody can")
+    with pytest.raises(RankFailure, match=f"rank 1.*{why}"):
+        await use()
+    await world.group.ended()
 
 
 # An error in the handling of a message ends the group by the rank that had it; a device is used whatever its truth.
@@ -457,25 +431,6 @@ async def test_a_device_whose_truth_is_false_is_used_and_not_closed() -> None:
         await runtime_kit.serve(cache, runtime_kit.text(2))
     assert not device.ended
     await device.aclose()
-
-
-@pytest.mark.parametrize("lost", range(3))
-@simulated
-async def test_whichever_rank_is_lost_all_others_are_told_its_number(loop: SimulatedLoop, lost: int) -> None:
-    """The first one, too, where the head has no worker of its own."""
-    world = GroupWorld(loop, Topology(tp=3), settings(8), own=None)
-    world.begin()
-
-    async def lose() -> None:
-        async with world.cache:
-            world.process(lost).kill()
-            await asyncio.sleep(1)
-
-    with pytest.raises(RankFailure, match=f"rank {lost}: "):
-        await lose()
-    await world.group.ended()
-    failures = [process.failure for rank, process in world.group.processes.items() if rank != lost]
-    assert [failure.rank for failure in failures if isinstance(failure, RankFailure)] == [lost] * 2
 
 
 # A batch that one rank could not run: what it was to compute leaves the cache of all ranks as soon as the head hears

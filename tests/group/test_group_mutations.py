@@ -29,7 +29,8 @@ from asynccache.worker.messages import BatchOver, Ended, Message
 from asynccache.worker.rank_server import ORDERS, EngineBatch, RankProcess, RankServer, SentBatches
 from asynccache.worker.work import StoredBatch, Work
 from tests.group import test_group_calls
-from tests.group.random_worlds import Climate, draw, play
+from tests.group.random_worlds import draw, play
+from tests.simulated.drawn import Climate
 from tests.simulated.links import SimulatedLink
 
 pytestmark = pytest.mark.slow(2)

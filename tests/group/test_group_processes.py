@@ -58,10 +58,9 @@ class Group:
     ``with``: whoever is left is killed at the end."""
 
     def __init__(self, folder: Path, address: str, tp: int, pp: int, lives: int) -> None:
-        self.head = Child(subprocess.Popen, "tests.group.head_child", folder, address, tp, pp, lives)
-        self.workers = [
-            Child(warm.Popen, "tests.group.worker_child", address, rank, tp, pp, lives) for rank in range(tp * pp)
-        ]
+        terms = (folder, address, tp, pp, lives)
+        self.head = Child(subprocess.Popen, "tests.group.rank_child", "head", *terms)
+        self.workers = [Child(warm.Popen, "tests.group.rank_child", rank, *terms) for rank in range(tp * pp)]
 
     def __enter__(self) -> Group:
         return self
@@ -79,10 +78,9 @@ def test_a_new_group_finds_on_every_rank_what_the_last_one_stored_and_the_head_l
     tp: int, pp: int, tmp_path: Path
 ) -> None:
     with Group(tmp_path, f"unix:{tmp_path}/head", tp, pp, 2) as group:
-        told = group.head.end()
-        assert told == {"hits": [0] * 4 + [PAGES] * 4, "failure": None, "torch": False}
+        assert group.head.end() == {"found": [0] * 4 + [PAGES] * 4, "failure": None, "torch": False}
         for worker in group.workers:
-            assert worker.end() == {"verified": [0, 4 * PAGES], "ended": "well"}
+            assert worker.end() == {"found": [0, 4 * PAGES], "failure": None, "torch": True}
 
 
 @pytest.mark.slow(30)
@@ -100,7 +98,7 @@ def test_a_worker_that_is_killed_or_stopped_is_told_by_rank_in_time_and_the_othe
         assert told["failure"]["rank"] == 1
         reason = "was silent for 2 s" if how is signal.SIGSTOP else "closed the connection"
         assert reason in told["failure"]["reason"] or "is gone" in told["failure"]["reason"]
-        assert "rank 1: " in group.workers[0].end()["ended"]
+        assert "rank 1: " in group.workers[0].end()["failure"]["said"]
         assert time.monotonic() - struck < 20.0
 
 
@@ -114,5 +112,5 @@ def test_workers_that_lose_the_head_end_by_themselves(how: signal.Signals, tmp_p
         struck = time.monotonic()
         group.head.process.send_signal(how)
         for worker in group.workers:
-            assert worker.end()["ended"].startswith("the head ")
+            assert worker.end()["failure"]["said"].startswith("the head ")
         assert time.monotonic() - struck < 20.0

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from tests.group.random_worlds import FATES, Report, play
+from tests.group.random_worlds import FATES, play
 
 pytestmark = pytest.mark.slow(15)
 
@@ -25,7 +25,7 @@ EVENTS = (
     "served", "cancelled", "copy failed", "store failed", "batch failed",
     "a failing batch is published", "backup dropped", "lost pages", "device hit",
     "storage hit", "found again", "attached", "flush", "prefetch complete", "prefetch partial", "prefetch miss", "full",
-    "p2c leads",
+    "p2c led",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_worlds_of_groups(first: int) -> None:
     met: Counter[str] = Counter()
     verified = 0
     for seed in chosen(first):
-        report: Report = play(seed)
+        report = play(seed)
         met.update(name for name, count in report.met.items() if count)
         verified += report.verified
     if "ASYNCCACHE_GROUP_SEED" in os.environ:

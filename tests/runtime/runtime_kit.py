@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from random import Random
@@ -16,9 +16,10 @@ import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
+from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
+from asynccache.core.plan import Status
 from asynccache.hashes import extend_chain, namespace_digest
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
@@ -33,30 +34,13 @@ from asynccache.testing.wrapped_backend import WrappedBackend
 from asynccache.worker.local import LocalWorker
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
+from tests.simulated.drawn import LAYERS as LAYERS
+from tests.simulated.drawn import PAGE as PAGE
+from tests.simulated.drawn import settings as settings
+from tests.simulated.drawn import text as text
 from tests.simulated.loop import simulate
 from tests.waiting import turns as turns
 from tests.waiting import until as until
-
-PAGE = 4
-LAYERS = 2
-
-
-def settings(
-    device: int = 16, host: int = 0, *, swa: int = 0, mamba: int = 0, window: int = 8, **more: Any
-) -> CacheConfig:
-    """Pages (of ``PAGE`` tokens) of FULL on each tier; SWA pages and MAMBA states, half of it on the device."""
-    components: list[Any] = [
-        Full(bytes_per_token=16, device_tokens=device * PAGE, host_tokens=host * PAGE, layers=LAYERS)
-    ]
-    if swa:
-        components.append(
-            SlidingWindow(window=window, bytes_per_token=8, device_tokens=swa * PAGE,
-                          host_tokens=(host and 2 * swa) * PAGE, layers=LAYERS)
-        )  # fmt: skip
-    if mamba:
-        components.append(Mamba(state_bytes=64, device_states=mamba, host_states=host and 2 * mamba, layers=LAYERS))
-    more.setdefault("prefetch_threshold", PAGE)
-    return CacheConfig(model="test", components=tuple(components), page_size=PAGE, **more)
 
 
 def parts(cache: AsyncCache) -> Head:
@@ -87,6 +71,15 @@ def fence_all(cache: AsyncCache, event: Event) -> None:
     """From now on every copy into a page of the device waits for ``event``."""
     slots = {int(c.kind): np.arange(c.device, dtype=np.int32).tobytes() for c in cache.core.config.components}
     parts(cache).batches.fences.add(local(cache).batch(event), slots)
+
+
+@contextmanager
+def failing_loads(cache: AsyncCache) -> Iterator[None]:
+    """Every copy from the host fails meanwhile."""
+    stage = local(cache).load_back
+    post, stage._ended = stage._ended, lambda _, ops: post(Status.FAILED, ops)
+    yield
+    stage._ended = post
 
 
 @asynccontextmanager
@@ -130,11 +123,6 @@ async def enter(cache: AsyncCache, pages: int, seed: int = 0, extra: int = 0, **
 def entering(cache: AsyncCache, pages: int, seed: int = 0, extra: int = 0, **terms: Any) -> asyncio.Task[Lease]:
     """The same, in a task of its own."""
     return asyncio.create_task(enter(cache, pages, seed, extra, **terms))
-
-
-def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
-    """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
-    return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
 
 
 def page_hashes(tokens: Sequence[int], namespace: str | bytes | None = None) -> list[bytes]:
@@ -215,15 +203,50 @@ async def on_the_host(cache: AsyncCache, *texts: Sequence[int], pools: Sequence[
     assert [(await cache.match(tokens)).device for tokens in texts] == [0] * len(texts)
 
 
-class HeldBackend(MemoryBackend):
-    """Reads wait until they are let through, one call a permit. ``corrupt``: the n-th pages read are wrong. ``asked``,
-    ``waiting``, ``closed``: how many questions there were, how many reads wait, how often it was closed."""
+class Attended(WrappedBackend):
+    """``before`` is awaited before each call, with its verb and its keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: StorageBackend | None = None) -> None:
+        super().__init__(MemoryBackend() if inner is None else inner)
+
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        raise NotImplementedError
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self.before("exists", keys)
+        return await super().exists(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self.before("get", keys)
+        return await super().get(keys, records)
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self.before("put", keys)
+        return await super().put(keys, records)
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self.before("delete", keys)
+        return await super().delete(keys)
+
+    async def clear(self) -> None:
+        await self.before("clear")
+        await super().clear()
+
+    async def flush(self) -> None:
+        await self.before("flush")
+        await super().flush()
+
+
+class HeldBackend(Attended):
+    """Calls of one verb wait until they are let through, one a permit. ``corrupt``: the n-th pages read are wrong.
+    ``asked``, ``waiting``: how many questions there were, how many calls wait."""
+
+    def __init__(self, verb: str = "get", held: bool = False) -> None:
         super().__init__()
-        self.permits = asyncio.Semaphore(1 << 20)
+        self.verb = verb
+        self.permits = asyncio.Semaphore(0 if held else 1 << 20)
         self.asked = self.waiting = self._read = 0
-        self.corrupt: set[int] = set()
+        self.corrupt: Container[int] = ()
 
     def hold(self) -> None:
         self.permits = asyncio.Semaphore(0)
@@ -232,37 +255,22 @@ class HeldBackend(MemoryBackend):
         for _ in range(calls):
             self.permits.release()
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.asked += 1
-        return await super().exists(keys)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        self.asked += verb == "exists"
+        if verb == self.verb:
+            self.waiting += 1
+            try:
+                await self.permits.acquire()
+            finally:
+                self.waiting -= 1
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.waiting += 1
-        await self.permits.acquire()
-        self.waiting -= 1
         results = await super().get(keys, records)
         for i, record in enumerate(records, self._read):
             if i in self.corrupt:
                 record.payload[0] ^= 1
         self._read += len(keys)
         return results
-
-
-class HeldWrites(MemoryBackend):
-    """Writes wait until ``gate`` is set. ``writing``: how many do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-        self.writing = 0
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.writing += 1
-        try:
-            await self.gate.wait()
-            return await super().put(keys, records)
-        finally:
-            self.writing -= 1
 
 
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +312,7 @@ async def cache_over(
     await device.aclose()
 
 
-class Hangs(WrappedBackend):
+class Hangs(Attended):
     """From ``hung.set()`` on, ``verb`` does not answer before ``answers.set()`` or for ``deaf`` seconds, nor does
     ``put`` unless ``alone``, and they cannot be cancelled till then: as a client whose buffers somebody else writes
     to."""
@@ -317,31 +325,7 @@ class Hangs(WrappedBackend):
         self.answers = asyncio.Event()
         self.holding = 0
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._hang("exists")
-        return await self.inner.exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._hang("get")
-        return await self.inner.get(keys, records)
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._hang("put")
-        return await self.inner.put(keys, records)
-
-    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._hang("delete")
-        return await self.inner.delete(keys)
-
-    async def clear(self) -> None:
-        await self._hang("clear")
-        await self.inner.clear()
-
-    async def flush(self) -> None:
-        await self._hang("flush")
-        await self.inner.flush()
-
-    async def _hang(self, verb: str) -> None:
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
         if self.hung.is_set() and verb in self.verbs:
             self.holding += 1
             try:

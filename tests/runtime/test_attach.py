@@ -18,11 +18,12 @@ from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.runtime import stores as stores_module
 from asynccache.runtime.core_calls import holding
-from asynccache.storage import CheckedStore, PageKey, Record, Result, attachment
+from asynccache.storage import CheckedStore, PageKey, Result, attachment
 from asynccache.storage.call_guard import LET_GO
 from asynccache.storage.checked import store_layout
 from tests.runtime.runtime_kit import (
     PAGE,
+    Attended,
     Hangs,
     cache_over,
     gate,
@@ -41,7 +42,7 @@ from tests.runtime.runtime_kit import (
 from tests.simulated.synchronous import SynchronousRuntime, core_config
 
 
-class Gated(MemoryBackend):
+class Gated(Attended):
     """Calls that carry pages wait at a gate, if it is closed; closing takes a while. It may fail in ``fails``."""
 
     def __init__(self, fails: set[str]) -> None:
@@ -57,29 +58,20 @@ class Gated(MemoryBackend):
             raise BackendError(f"no {pool}")
         super().register(pool, memory)
 
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._pass()
-        return await super().get(keys, records)
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._pass()
-        return await super().put(keys, records)
-
-    async def clear(self) -> None:
-        self.clearing += 1
-        await self.permits.acquire()
-        if "clear" in self.fails:
-            raise Unavailable("stubborn")
-        await super().clear()
-
-    async def _pass(self) -> None:
-        self.inside += 1
-        try:
-            await self.gate.wait()
-        finally:
-            self.inside -= 1
-        if "down" in self.fails:
-            raise Unavailable("down")
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if verb == "clear":
+            self.clearing += 1
+            await self.permits.acquire()
+            if "clear" in self.fails:
+                raise Unavailable("stubborn")
+        elif verb in ("get", "put"):
+            self.inside += 1
+            try:
+                await self.gate.wait()
+            finally:
+                self.inside -= 1
+            if "down" in self.fails:
+                raise Unavailable("down")
 
     async def aclose(self) -> None:
         assert not self.inside, "it is closed while somebody is inside"
@@ -438,7 +430,7 @@ async def test_a_page_that_one_store_lost_comes_from_the_other(scheme: Scheme) -
         for seed in range(4):
             await serve(cache, text(4, seed=seed))
         await cache.flush()
-        await MemoryBackend.clear(scheme.opened[0])
+        await scheme.opened[0].inner.clear()
         assert await serve(cache, text(4, extra=1)) == 4 * PAGE
         assert cache.statistics().stores["b"]["get_pages"] == 4
         await until(lambda: pages_of(scheme.opened[0]) >= 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,10 @@ from tests.runtime.runtime_kit import (
     compute,
     enter,
     entering,
+    failing_loads,
     fence_all,
     few_steps,
     gate,
-    local,
     now,
     on_the_host,
     opened,
@@ -255,13 +255,11 @@ async def tokens_that_were_rejected(cache: AsyncCache, backend: Hangs) -> Cause:
 
 async def a_load_that_fails(cache: AsyncCache, backend: Hangs) -> Cause:
     await on_the_host(cache, text(4))
-    stage = local(cache).load_back
-    post, stage._ended = stage._ended, lambda status, ops: post(Status.FAILED, ops)
-    lease = await cache.lease(text(4, extra=1)).__aenter__()
-    assert lease.loading
-    yield AT_ONCE
-    await asyncio.sleep(AT_ONCE)
-    stage._ended = post
+    with failing_loads(cache):
+        lease = await cache.lease(text(4, extra=1)).__aenter__()
+        assert lease.loading
+        yield AT_ONCE
+        await asyncio.sleep(AT_ONCE)
     lease.release()
 
 
@@ -609,36 +607,17 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
         assert (await cache.match(text(2))).device == 2 * PAGE
 
 
-@pytest.mark.source
-async def test_while_a_call_runs_in_slices_the_loop_turns_and_nobody_interleaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few_steps(monkeypatch)
-    async with opened(settings(device=30)) as cache:
-        for seed in range(10):
-            await serve(cache, text(3, seed))
-        big = entering(cache, 30, 9999)
-        await asyncio.sleep(0)
-        assert parts(cache).driver.lock.locked()
-        assert not big.done()
-        small = entering(cache, 1, 3)
-        (await big).release()
-        (await small).release()
-
-
 async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> None:
     async with opened(settings(device=12, host=16)) as cache:
         await on_the_host(cache, text(4, seed=1))
-        stage = local(cache).load_back
-        post, stage._ended = stage._ended, lambda _, ops: post(Status.FAILED, ops)
-        async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:
-            for lease in (one, two):
-                with pytest.raises(LoadFailed) as failed:
-                    await lease.loaded()
-                assert failed.value.valid == 0
-                with pytest.raises(LoadFailed):
-                    await lease.commit(text(4, 1, extra=1))
-        stage._ended = post
+        with failing_loads(cache):
+            async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:
+                for lease in (one, two):
+                    with pytest.raises(LoadFailed) as failed:
+                        await lease.loaded()
+                    assert failed.value.valid == 0
+                    with pytest.raises(LoadFailed):
+                        await lease.commit(text(4, 1, extra=1))
         assert await serve(cache, text(4, 1, extra=1)) == 4 * PAGE
 
 
@@ -668,9 +647,6 @@ async def test_a_commit_waits_for_pages_on_their_way_that_it_does_not_hold(fails
         await asyncio.create_task(push_out(cache, 11))
         event = gate(cache)
         fence_all(cache, event)
-        if fails:
-            stage = local(cache).load_back
-            post, stage._ended = stage._ended, lambda _, ops: post(Status.FAILED, ops)
         other = await entering(cache, 4, extra=2)
         assert (mine.cached, other.cached) == (0, 4 * PAGE)
         own = mine.pages[:4].tolist()
@@ -679,8 +655,9 @@ async def test_a_commit_waits_for_pages_on_their_way_that_it_does_not_hold(fails
         await turns(50)
         assert not commit.done()
         assert not parts(cache).driver.lock.locked(), "it waits outside the lock"
-        event.open()
-        assert ((await commit)[:4].tolist() == own) == fails
+        with failing_loads(cache) if fails else nullcontext():
+            event.open()
+            assert ((await commit)[:4].tolist() == own) == fails
         other.release()
         mine.release()
         async with cache.lease(text(4, extra=1)) as lease:

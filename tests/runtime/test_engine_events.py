@@ -289,9 +289,8 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
 
 @pytest.mark.parametrize("last", range(3))
 async def test_released_pages_retire_until_every_batch_is_over_whichever_ends_last(last: int) -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8), device=device) as cache:
-        batches = [device.gate() for _ in range(3)]
+    async with opened(settings(device=8)) as cache:
+        batches = [gate(cache) for _ in range(3)]
         async with cache.lease(text(2), new_tokens=6 * PAGE) as lease:
             await lease.commit(text(1), after=batches[0])
             await lease.commit(text(2), after=batches[1])
@@ -302,7 +301,6 @@ async def test_released_pages_retire_until_every_batch_is_over_whichever_ends_la
         assert cache.statistics().device["full"].free == 0
         batches[last].open()
         await until(lambda: cache.statistics().device["full"].free == 6)
-    await device.aclose()
 
 
 # Fences: which batches stand before which slots, against a model that keeps every batch of every slot.
@@ -494,7 +492,7 @@ async def idle(cache: AsyncCache) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"swa": 8}, {"mamba": 8}, {"swa": 8, "mamba": 8}], ids=str)
-async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, int]) -> None:
+async def test_nothing_of_a_failed_batch_is_on_any_tier(more: dict[str, Any]) -> None:
     config = settings(device=16, host=32, storage="memory:", **more)
     async with opened(config) as cache:
         ready, tokens = gate(cache), text(4)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from asynccache_backends.memory import MemoryBackend
 from msgspec.structs import replace
@@ -17,25 +19,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Mamba, SlidingWindow
+from asynccache.cli.traces import Trace, TraceRequest, paths_of, read_trace
+from asynccache.cli.workloads import block_tokens
 from asynccache.config import wasted
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig, WritePolicy
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime.distinct import DistinctPages
 from asynccache.runtime.explain import Where
 from asynccache.runtime.lookups import LookupStats
-from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import (
-    PAGE,
-    HeldBackend,
-    opened,
-    parts,
-    serve,
-    settings,
-    settled,
-    text,
-    turns,
-    until,
-)
+from asynccache.storage import PageKey
+from tests.runtime.runtime_kit import PAGE, HeldBackend, opened, parts, serve, settings, settled, text, turns, until
 
 # ``cache.explain``: over all tiers, with what the store says, and nothing changed by asking.
 
@@ -113,12 +106,7 @@ async def test_components_that_end_a_match_are_named() -> None:
 
 
 async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
-    class Down(MemoryBackend):
-        async def exists(self, keys: object) -> list[Result]:
-            raise OSError("gone")
-
-    backend = Down()
-    async with opened(settings(host=8), storage=backend, idle=False) as cache:
+    async with opened(settings(host=8), storage=Down(), idle=False) as cache:
         found = await cache.explain(text(4))
         assert [span.where for span in found.spans] == [Where.UNKNOWN]
         assert found.fetch == "storage does not answer"
@@ -289,24 +277,14 @@ async def test_a_cache_shows_its_device_and_the_block_table_of_a_step() -> None:
 # Each token that a request missed counts for one reason, and every token is counted once.
 
 
-class Hostile(WrappedBackend):
-    """Fails or rots when told to."""
+class Down(HeldBackend):
+    """Answers no question while it is ``down``."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.down = self.rotten = self.forgetful = False
+    down = True
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        if self.forgetful:
-            return [Result.MISS] * len(keys)
-        return [Result.FAILED] * len(keys) if self.down else await super().exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        results = await super().get(keys, records)
-        if self.rotten:
-            for record in records:
-                record.payload[0] ^= 1
-        return results
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if self.down and verb == "exists":
+            raise OSError("gone")
 
 
 def stats(cache: AsyncCache) -> LookupStats:
@@ -365,16 +343,20 @@ async def fill_and_push_out(cache: AsyncCache) -> None:
     ("trouble", "reason"), [("down", "backend_down"), ("rotten", "checksum"), ("forgetful", "evicted_storage")]
 )
 async def test_what_storage_did_not_give(trouble: str, reason: str) -> None:
-    backend = Hostile()
+    backend = Down()
+    backend.down = False
     async with opened(settings(device=6, host=6), storage=backend) as cache:
         await fill_and_push_out(cache)
         before = missed(cache)
         assert set(before) == {"never_stored"}
-        setattr(backend, trouble, True)
+        backend.down = trouble == "down"
+        backend.corrupt = range(1000) if trouble == "rotten" else ()
+        if trouble == "forgetful":
+            await backend.clear()
         await serve(cache, prompt(4))
         after = missed(cache)
         assert {name: tokens - before.get(name, 0) for name, tokens in after.items()} == {"never_stored": 0, reason: 16}
-        setattr(backend, trouble, False)
+        backend.down = False
 
 
 async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> None:
@@ -513,3 +495,93 @@ async def test_it_is_said_when_the_cache_is_opened(caplog: pytest.LogCaptureFixt
         async with opened(settings(device=16, host=8, write_back_watermark=1.0)):
             pass
     assert [record.message for record in caplog.records if "write_back_watermark" in record.message]
+
+
+REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
+SPACE = b"\x07" * 32
+ERROR = 0.0081
+"""One standard error of 2**14 registers: 1.04 / 128."""
+
+
+def tokens(seed: int, pages: int, page: int = 16) -> bytes:
+    return np.random.default_rng(seed).integers(0, 1 << 17, pages * page, dtype=np.int32).tobytes()
+
+
+@pytest.mark.parametrize("pages", [0, 1, 7, 100, 3_000, 20_000, 41_000, 60_000, 250_000])
+def test_the_count_is_within_four_standard_errors_at_any_size(pages: int) -> None:
+    found, one = DistinctPages(16), 250
+    for seed in range(-(-pages // one)):
+        count = min(one, pages - seed * one)
+        found.add(SPACE, tokens(seed, count), 0, count)
+    assert abs(found.count() - pages) <= max(0.5 * (pages < 10), 4 * ERROR * pages)
+
+
+def test_the_error_has_no_bias_and_the_spread_that_is_promised() -> None:
+    errors = []
+    for seed in range(40):
+        found = DistinctPages(16)
+        for part in range(20):
+            found.add(SPACE, tokens(1000 * seed + part, 500), 0, 500)
+        errors.append(found.count() / 10_000 - 1)
+    assert abs(np.mean(errors)) < 3 * ERROR / 40**0.5
+    assert np.std(errors) < 1.5 * ERROR
+
+
+def test_a_page_is_its_tokens_and_all_before_them_and_its_namespace() -> None:
+    found, one, other = DistinctPages(16), tokens(1, 3), tokens(2, 3)
+    found.add(SPACE, one, 0, 3)
+    found.add(SPACE, one + other, 0, 3)
+    found.add(SPACE, one, 1, 3)
+    assert round(found.count()) == 3
+    found.add(SPACE, other + one, 0, 6)  # the same pages behind others
+    assert round(found.count()) == 9
+    found.add(b"\xff" * 32, one, 0, 3)
+    assert round(found.count()) == 12
+    page = np.frombuffer(one, np.int32, 16)
+    found.add(SPACE, page[::-1].tobytes(), 0, 1)
+    found.add(SPACE, np.concatenate([page[1:], page[:1]]).tobytes(), 0, 1)
+    found.add(SPACE, np.zeros(32, np.int32).tobytes(), 0, 2)
+    assert round(found.count()) == 16
+
+
+def counted(trace: Trace) -> tuple[DistinctPages, int]:
+    """The sketch after all full blocks of the trace, and how many different ones there are."""
+    found, size = DistinctPages(trace.block_size), trace.block_size
+    for request in trace.requests:
+        if full := len(trace.path(request)):
+            found.add(SPACE, block_tokens(request.blocks, full * size, size).tobytes(), 0, full)
+    return found, len({key for path in paths_of(trace) for key in path})
+
+
+def test_the_count_of_the_example_trace_is_exact_to_the_sketch() -> None:
+    found, exact = counted(read_trace(str(Path(__file__).parents[2] / "examples" / "trace.jsonl")))
+    assert abs(found.count() / exact - 1) < 4 * ERROR
+    rows = [TraceRequest(0, 32 * len(blocks), 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (2, 3))]
+    found, exact = counted(Trace(rows, 32))
+    assert (round(found.count()), exact) == (6, 6)
+
+
+@pytest.mark.slow(2)
+@pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
+def test_the_count_of_the_recorded_trace_is_exact_to_the_sketch() -> None:
+    found, exact = counted(read_trace(str(REAL)))
+    assert exact == 276_491 - 105_592
+    assert abs(found.count() / exact - 1) < 3 * ERROR
+
+
+async def test_the_ceiling_is_what_an_endless_cache_would_have_had() -> None:
+    """Three conversations in turns, in a cache with room for one: nothing hits, and two thirds could."""
+    async with opened(settings(device=6)) as cache:
+        assert cache.statistics().lookups.ceiling == 0
+        for _ in range(3):
+            for seed in range(3):
+                await serve(cache, text(4, seed=seed, extra=1))
+        found = cache.statistics().lookups
+        assert (found.hit_ratio, found.tokens, found.new_tokens) == (0, 36 * PAGE, 12 * PAGE)
+        assert found.ceiling == pytest.approx(2 / 3)
+        assert "more than about 66.7%" in str(cache.statistics())
+        for _ in range(9):
+            await serve(cache, text(4, seed=2, extra=1))
+        found = cache.statistics().lookups
+        assert found.new_tokens == 12 * PAGE
+        assert found.hit_ratio < found.ceiling == pytest.approx(1 - 12 / 72)

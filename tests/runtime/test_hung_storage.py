@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from random import Random
 from typing import Any
 
 import pytest
-from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheFull, PrefetchHandle, PrefetchResult, PrefetchStatus
 from asynccache.core.audit import check
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import GRACE
 from asynccache.runtime.save import PATIENCE, Lateness, StoreCall
-from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result
-from asynccache.storage.checked import store_layout
+from asynccache.storage import Breaker, PageKey
 from asynccache.worker.local import BATCH_PAGES
 from tests.runtime.runtime_kit import (
     PAGE,
+    Attended,
     cache_over,
     entering,
     local,
@@ -37,7 +36,6 @@ from tests.runtime.runtime_kit import (
 )
 from tests.runtime.runtime_kit import Hangs as Hangs
 from tests.simulated.backend import Hostility, SimulatedBackend
-from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
 
 # A store that does not answer is late, whatever it was asked: then nobody waits for it who can go on without it.
@@ -400,25 +398,16 @@ async def test_storage_is_late_while_any_call_is(
 PAGES = 20 * BATCH_PAGES
 
 
-class Counting(MemoryBackend):
+class Counting(Attended):
     """Counts the pages of its calls, by verb and turn of the loop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.turn = 0
-        self.pages = {verb: Counter[int]() for verb in ("exists", "get", "put", "key")}
+        self.pages = defaultdict[str, Counter[int]](Counter)
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        self.pages["exists"][self.turn] += len(keys)
-        return await super().exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.pages["get"][self.turn] += len(keys)
-        return await super().get(keys, records)
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.pages["put"][self.turn] += len(keys)
-        return await super().put(keys, records)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        self.pages[verb][self.turn] += len(keys)
 
     @contextmanager
     def counted(self, cache: AsyncCache) -> Iterator[None]:
@@ -465,31 +454,21 @@ async def test_a_long_prompt_is_saved_looked_up_and_read_in_many_turns(component
         assert storage.pages["exists"].total() >= PAGES
 
 
-def test_those_in_line_do_not_wait_for_one_call_that_hangs_after_the_other() -> None:
+@simulated
+async def test_those_in_line_do_not_wait_for_one_call_that_hangs_after_the_other() -> None:
     """Each would be waited for at the head of the line, for ``GRACE``; not once the store is left alone."""
-
-    async def main(loop: SimulatedLoop) -> None:
-        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        backend = Hangs("get", deaf=60.0)
-        config = settings(80, 120, prefetch_timeout_per_1k=0.0, close_timeout=5.0)
-        breaker = Breaker(threshold=1, backoff=1000.0)
-        store = CheckedStore(backend, store_layout(config.pools()), threads=0, slow=0.5, breaker=breaker)
-        async with AsyncCache(config, device=device, storage=store) as cache:
-            texts = [text(10, seed=seed) for seed in range(6)]
-            await store_only(cache, *texts)
-            backend.hung.set()
-            began = loop.time()
-            requests = [asyncio.ensure_future(serve(cache, tokens)) for tokens in texts]
-            await asyncio.sleep(1.05)                  # all have had their time, and the breaker is open
-            assert breaker.opened == 1
-            assert backend.holding > 1
-            came = loop.time()
-            await serve(cache, text(10, seed=70))
-            assert loop.time() - came < 0.1
-            assert await asyncio.gather(*requests) == [0] * 6
-            assert loop.time() - began < 1.0 + GRACE
-            backend.answers.set()
-        await store.aclose()
-        await device.aclose()
-
-    simulate(main, 1)
+    backend, breaker = Hangs("get", deaf=60.0), Breaker(threshold=1, backoff=1000.0)
+    config = settings(80, 120, prefetch_timeout_per_1k=0.0, close_timeout=5.0)
+    async with cache_over(backend, config, slow=0.5, breaker=breaker) as cache:
+        texts = [text(10, seed=seed) for seed in range(6)]
+        await store_only(cache, *texts)
+        backend.hung.set()
+        began = now()
+        requests = [asyncio.ensure_future(serve(cache, tokens)) for tokens in texts]
+        await asyncio.sleep(1.05)  # all have had their time, and the breaker is open
+        assert breaker.opened == 1
+        assert backend.holding > 1
+        assert await timed(serve(cache, text(10, seed=70))) < 0.1
+        assert await asyncio.gather(*requests) == [0] * 6
+        assert now() - began < 1.0 + GRACE
+        backend.answers.set()

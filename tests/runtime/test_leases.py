@@ -46,7 +46,6 @@ from tests.runtime.runtime_kit import (
     opened,
     page_hashes,
     parts,
-    push_out,
     serve,
     settings,
     settled,
@@ -196,11 +195,10 @@ PROMPT = text(PAGES, extra=1)
 
 
 @asynccontextmanager
-async def stored(folder: Path, namespace: str | None = None, **more: int) -> AsyncIterator[AsyncCache]:
+async def stored(folder: Path, namespace: str | None = None) -> AsyncIterator[AsyncCache]:
     """A new cache over a file store that has the prompt's pages."""
     config = settings(
-        device=2 * PAGES, host=2 * PAGES, storage=f"file:{folder}/kv?capacity=16MiB", prefetch_policy="wait_complete",
-        **more,
+        device=2 * PAGES, host=2 * PAGES, storage=f"file:{folder}/kv?capacity=16MiB", prefetch_policy="wait_complete"
     )
     async with opened(config) as cache:
         async with cache.lease(PROMPT, namespace=namespace) as lease:
@@ -593,16 +591,14 @@ def test_a_namespace_that_is_neither_text_nor_bytes_is_refused(namespace: object
 
 
 async def test_a_commit_that_nobody_awaits_does_not_free_the_pages_that_its_event_guards() -> None:
-    device = CpuDevice()
-    async with opened(settings(8), device=device) as cache:
-        gate = device.gate()
+    async with opened(settings(8)) as cache:
+        event = gate(cache)
         async with cache.lease(text(4)) as lease:
-            lease.commit(text(4), after=gate).close()
+            lease.commit(text(4), after=event).close()
         await turns()
-        assert cache.statistics().device["full"].free == 4
-        gate.open()
-        await until(lambda: cache.statistics().device["full"].free == 8)
-    await device.aclose()
+        assert free(cache) == 4
+        event.open()
+        await until(lambda: free(cache) == 8)
 
 
 async def test_a_release_during_a_commit_lets_it_publish_nothing() -> None:
@@ -620,23 +616,18 @@ async def test_a_release_during_a_commit_lets_it_publish_nothing() -> None:
 
 
 async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CpuDevice()
-
     def refuse(*_: Any) -> None:
         raise RuntimeError("the device is gone")
 
     async def refuse_a_load() -> None:
-        async with opened(settings(host=64), device=device, idle=False) as cache:
-            await serve(cache, text(4))
-            await settled(cache)
-            await push_out(cache, 16)
+        async with opened(settings(host=64), idle=False) as cache:
+            await on_the_host(cache, text(4))
             monkeypatch.setattr(local(cache).mover, "load", refuse)
             async with cache.lease(text(4, extra=1)) as lease:
                 with pytest.raises(RuntimeError, match="the device is gone"):
-                    lease.wait_layer(device.stream("engine"), 0)
+                    lease.wait_layer(engine_stream(cache), 0)
                 with pytest.raises(CacheClosed):
                     await lease.loaded()
 
     with pytest.raises(CacheClosed, match="a task of the cache died"):
         await refuse_a_load()
-    await device.aclose()

@@ -18,8 +18,7 @@ from asynccache.core.audit import check
 from asynccache.runtime.cache import CacheStatistics
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.slow_backend import SlowBackend
-from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import cache_over, local, parts, publish, settings, simulated, text
+from tests.runtime.runtime_kit import HeldBackend, cache_over, local, parts, publish, settings, simulated, text
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
@@ -137,11 +136,12 @@ async def write(cache: AsyncCache, numbers: range, each: float = 0.0) -> None:
 @simulated
 async def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
     inner = SimulatedBackend(Random(1), AT_ONCE)
-    gate = Gate(inner)
+    gate = HeldBackend("put", held=True)
+    gate.inner = inner
     async with cache_over(gate, settings(200, 200, backup_quota=0.2)) as cache:
         await write(cache, range(10), 0.1)  # 40 pages may wait: three operations of 12
         assert cache.statistics().dropped_backups == 7
-        gate.open.set()
+        gate.let()
         await asyncio.sleep(1.0)
         seen = [key.key for key in inner.pages]  # in the order in which they were stored
         pools, core, space = local(cache)._map, parts(cache).core, parts(cache).namespaces.space(None)
@@ -155,27 +155,16 @@ def _key(number: int) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in text(LENGTH, seed=number))
 
 
-class Gate(WrappedBackend):
-    """Takes nothing before it is opened."""
-
-    def __init__(self, inner: SimulatedBackend) -> None:
-        super().__init__(inner)
-        self.open = asyncio.Event()
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self.open.wait()
-        return await self.inner.put(keys, records)
-
-
 @pytest.mark.parametrize("quota", [0.0, 0.1, 1.0])
 @simulated
 async def test_flush_stores_everything_however_little_may_wait(quota: float) -> None:
     backend = SimulatedBackend(Random(1), AT_ONCE)
-    gate = Gate(backend)
+    gate = HeldBackend("put", held=True)
+    gate.inner = backend
     async with cache_over(gate, settings(200, 200, backup_quota=quota)) as cache:
         await write(cache, range(15))
         await asyncio.sleep(0.1)
-        gate.open.set()
+        gate.let()
         assert await cache.flush(timeout=60.0) == (0, 0)
         assert len(backend.pages) == 15 * LENGTH
         check(parts(cache).core, idle=True)

@@ -24,7 +24,6 @@ from asynccache.runtime.head import Head
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import (
-    compute,
     enter,
     entering,
     fence_all,
@@ -50,38 +49,6 @@ class Boom(Exception):
     pass
 
 
-async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_hangs() -> None:
-    with pytest.raises(CacheClosed) as closed:
-        async with opened(settings(device=8, host=16), idle=False) as cache:
-            await die_under_all_who_wait(cache)
-    assert isinstance(closed.value.__cause__, Boom)
-
-
-async def die_under_all_who_wait(cache: AsyncCache) -> None:
-    await on_the_host(cache, text(4, seed=1))
-    event = gate(cache)
-    fence_all(cache, event)
-    lease = await cache.lease(text(4, seed=1, extra=1)).__aenter__()
-    other = await cache.lease(text(3, seed=3)).__aenter__()
-    waiting: list[asyncio.Task[object]] = [
-        asyncio.create_task(lease.loaded()),
-        asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__()),
-    ]
-    await until(lambda: len(parts(cache).driver.line) == 1)
-    local(cache).mover.backup = broken  # type: ignore[method-assign]
-    await other.commit(text(3, seed=3))  # its backup kills the worker
-    waiting.append(asyncio.create_task(cache.flush()))
-
-    results = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [type(result) for result in results] == [CacheClosed] * 3
-    assert {type(result.__cause__) for result in results if isinstance(result, CacheClosed)} == {Boom}
-    with pytest.raises(CacheClosed):
-        await cache.match(text(1))
-    lease.release()
-    other.release()
-    event.open()
-
-
 def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
     raise Boom("the worker")
 
@@ -101,49 +68,55 @@ def a_subscriber(notice: object) -> None:
         raise asyncio.CancelledError
 
 
-async def fail(cache: AsyncCache) -> None:
+async def fail(cache: AsyncCache, lease: Lease) -> None:
     parts(cache).supervisor.fail(Boom())
 
 
-async def tell_of_an_operation_that_is_none(cache: AsyncCache) -> None:
+async def tell_of_an_operation_that_is_none(cache: AsyncCache, lease: Lease) -> None:
     parts(cache).driver.post(Outcome(12345, Status.DONE))
 
 
-async def give_the_core_another_type(cache: AsyncCache) -> None:
+async def give_the_core_another_type(cache: AsyncCache, lease: Lease) -> None:
     """A compiled core raises an error of its own then."""
     call: Any = parts(cache).core.truncate
     with pytest.raises((TypeError, AttributeError)):
         parts(cache).driver.call_unlocked(call, None, "all")
 
 
-async def cancel_the_supervisor(cache: AsyncCache) -> None:
+async def cancel_the_supervisor(cache: AsyncCache, lease: Lease) -> None:
     """As a loop does that shuts down."""
     task = parts(cache).supervisor._task
     assert task is not None
     task.cancel()
 
 
-async def let_a_subscriber_raise(cache: AsyncCache) -> None:
+async def let_a_subscriber_raise(cache: AsyncCache, lease: Lease) -> None:
     announcer = parts(cache).announcer
     assert announcer is not None
     announcer.put(Cleared())
 
 
+async def break_a_copy(cache: AsyncCache, lease: Lease) -> None:
+    local(cache).mover.backup = broken  # type: ignore[method-assign]
+    await lease.commit(text(8))
+    await turns()
+
+
 @pytest.mark.parametrize(
     ("happens", "error"),
-    [(fail, Boom), (tell_of_an_operation_that_is_none, InvariantViolation),
+    [(fail, Boom), (break_a_copy, Boom), (tell_of_an_operation_that_is_none, InvariantViolation),
      (give_the_core_another_type, (TypeError, AttributeError)), (cancel_the_supervisor, asyncio.CancelledError),
      (let_a_subscriber_raise, asyncio.CancelledError)],
 )  # fmt: skip
 async def test_whatever_kills_a_worker_closes_the_cache_with_it_and_every_waiter_hears_of_it(
-    happens: Callable[[AsyncCache], Coroutine[Any, Any, None]], error: Any
+    happens: Callable[[AsyncCache, Lease], Coroutine[Any, Any, None]], error: Any
 ) -> None:
     hears = a_subscriber if happens is let_a_subscriber_raise else None
-    cache = await AsyncCache(settings(device=9), on_event=hears).__aenter__()
+    cache = await AsyncCache(settings(device=9, host=16), on_event=hears).__aenter__()
     lease = await enter(cache, 8)
     waiting = entering(cache, 8, 2)
     await until(lambda: len(parts(cache).driver.line) == 1)
-    await asyncio.create_task(happens(cache))
+    await asyncio.create_task(happens(cache, lease))
     with pytest.raises(CacheClosed):
         await waiting
     with pytest.raises(CacheClosed):
@@ -152,25 +125,6 @@ async def test_whatever_kills_a_worker_closes_the_cache_with_it_and_every_waiter
     lease.release()
     assert isinstance((await cache.aclose()).error, error)
     assert len(parts(cache).supervisor) == 0
-
-
-async def test_an_engine_in_a_worker_thread_hands_off_its_calls_and_hears_of_those_that_fail() -> None:
-    async with opened(settings()) as cache:
-        tokens, loop = text(3), asyncio.get_running_loop()
-        lease = await enter(cache, 3)
-        compute(cache, lease, tokens)
-
-        def engine() -> tuple[str, list[int]]:
-            wrong = asyncio.run_coroutine_threadsafe(lease.commit(text(3, seed=7)), loop).exception(10)
-            pages = asyncio.run_coroutine_threadsafe(lease.commit(tokens), loop).result(10).tolist()
-            loop.call_soon_threadsafe(lease.release)
-            return str(wrong), list(pages)
-
-        wrong, pages = await asyncio.to_thread(engine)
-        assert "do not begin with the prompt" in wrong
-        await until(lambda: cache.statistics().leases == 0)
-        async with cache.lease(text(3, extra=1)) as again:
-            assert (again.cached, again.pages.tolist()[:3]) == (12, pages)
 
 
 async def test_another_threads_call_raises() -> None:

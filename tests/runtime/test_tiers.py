@@ -15,19 +15,18 @@ from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Prefetc
 from asynccache.config import Component
 from asynccache.core.audit import check
 from asynccache.core.plan import Clone, Copy
-from asynccache.memory.cpu import CpuDevice, CpuEvent
-from asynccache.memory.device import Stream
 from asynccache.memory.host_copies import Fates, Faults
-from asynccache.memory.pools import PageCopy
 from asynccache.runtime.lease import Lease
-from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.wrapped_backend import WrappedBackend
+from asynccache.storage import PageKey
 from tests.runtime.runtime_kit import (
     PAGE,
+    Attended,
     assert_cached_bytes,
     compute,
     fence_all,
+    gate,
     holds,
+    on_the_host,
     opened,
     page_hashes,
     parts,
@@ -43,14 +42,11 @@ from tests.runtime.runtime_kit import (
 
 
 async def test_an_engine_waits_layer_by_layer() -> None:
-    device = CpuDevice()
-    async with opened(settings(device=8, host=16), device=device) as cache:
-        await serve(cache, text(4))
-        await settled(cache)
-        await push_out(cache, 8)
-        gate = device.gate()
-        fence_all(cache, gate)
-        engine = device.stream("engine")
+    async with opened(settings(device=8, host=16)) as cache:
+        await on_the_host(cache, text(4))
+        device: Any = cache.device
+        event, engine = gate(cache), device.stream("engine")
+        fence_all(cache, event)
         async with cache.lease(text(4, extra=1)) as lease:
             lease.wait_layer(engine, 0)
             computed = engine.record()
@@ -58,14 +54,13 @@ async def test_an_engine_waits_layer_by_layer() -> None:
             await asyncio.sleep(0)
             assert not computed.done()
             assert not layer.done()
-            gate.open()
+            event.open()
             await computed.wait()
             await layer
             assert_cached_bytes(cache, lease, text(4))
             await lease.loaded()
             await lease.layer(0)
         check(parts(cache).core)
-    await device.aclose()
 
 
 # Pages that come back from storage have, byte for byte, what was computed: pages of FULL and SWA, states of MAMBA, in
@@ -76,17 +71,17 @@ WINDOW = 8
 TABLES = ("full", "swa")
 
 
-class Reads(WrappedBackend):
-    """Counts how often each page is read, and each read call."""
+class Reads(Attended):
+    """Counts how often each page is read."""
 
-    def __init__(self, inner: MemoryBackend) -> None:
-        super().__init__(inner)
+    def __init__(self) -> None:
+        super().__init__()
         self.read: Counter[PageKey] = Counter()
 
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        self.read.update(keys)
-        await asyncio.sleep(0)  # others come meanwhile
-        return await super().get(keys, records)
+    async def before(self, verb: str, keys: Sequence[PageKey] = ()) -> None:
+        if verb == "get":
+            self.read.update(keys)
+            await asyncio.sleep(0)  # others come meanwhile
 
 
 def all_three(**more: object) -> CacheConfig:
@@ -144,19 +139,6 @@ async def test_pages_and_states_come_back_from_storage_in_a_cache_that_never_com
         await memory.aclose()
 
 
-async def test_pages_and_states_come_back_from_the_host() -> None:
-    async with opened(all_three(device=12, swa=12, mamba=4)) as cache:
-        for seed in range(4):
-            await serve_all(cache, text(6, seed, extra=1))
-            await settled(cache)
-        await push_out(cache, 12)
-        assert (await cache.match(text(6, 0))).device == 0
-        async with cache.lease(text(6, 0, extra=1)) as lease:
-            await lease.loaded()
-            assert lease.hits == (0, 6 * PAGE, 0)
-            assert_everything(cache, lease, text(6, 0))
-
-
 async def test_what_a_request_makes_of_its_state_is_not_what_the_next_one_gets() -> None:
     async with opened(all_three()) as cache:
         await serve_all(cache, text(4, extra=1))
@@ -179,7 +161,7 @@ async def test_a_conversation_goes_on_after_a_restart_and_the_next_restart_has_a
 @pytest.mark.parametrize("own", [0, 1])
 async def test_ten_requests_for_a_stored_prefix_read_each_page_and_state_once(own: int) -> None:
     """``own``: pages that each of them has behind the shared ones, which nothing has stored."""
-    storage = Reads(MemoryBackend())
+    storage = Reads()
     async with opened(all_three(), storage=storage) as cache:
         await serve_all(cache, text(6, extra=1))
         assert await cache.flush() == (0, 0)
@@ -229,24 +211,8 @@ async def test_ten_requests_for_an_evicted_prefix_load_each_page_and_state_once(
         assert (load_back.ops, load_back.pages) == (1, 6 + WINDOW // PAGE + 1)
 
 
-class FailingLoads(CpuDevice):
-    """A device whose copies from the host fail while ``failing``."""
-
-    failing = False
-
-    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CpuEvent]:
-        others = self._fates
-        try:
-            if self.failing:
-                self._fates = Fates(Faults(failing=1.0))
-            return super().load(stream, copies, layers)
-        finally:
-            self._fates = others
-
-
 async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() -> None:
-    device = FailingLoads()
-    async with opened(all_three(device=24, swa=24), device=device) as cache:
+    async with opened(all_three(device=24, swa=24)) as cache:
 
         def counted() -> tuple[int, int, int, int]:
             load_back = cache.statistics().stages["load_back"]
@@ -259,16 +225,16 @@ async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() ->
         assert counted() == (0, 0, 0, 0)
         await settled(cache)
         await push_out(cache, 24)
-        device.failing = True
-        async with cache.lease(text(6, extra=1)) as lease:
-            with pytest.raises(LoadFailed):
-                await lease.loaded()
-        await settled(cache)
+        device: Any = cache.device
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "_fates", Fates(Faults(failing=1.0)))
+            async with cache.lease(text(6, extra=1)) as lease:
+                with pytest.raises(LoadFailed):
+                    await lease.loaded()
+            await settled(cache)
         assert counted() == (0, 0, 1, 1)
-        device.failing = False
         assert await serve_all(cache, text(6, extra=1)) == 6 * PAGE
         assert counted() == (1, 6 + WINDOW // PAGE + 1, 1, 2)
-    await device.aclose()
 
 
 def spy_on_clones(cache: AsyncCache) -> list[Clone]:

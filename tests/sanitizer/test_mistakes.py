@@ -482,7 +482,7 @@ SEEDS = (*range(12), 30, 82)  # the last two have sidecars whose pages are too s
 def test_a_right_program_is_never_accused_in_any_world() -> None:
     ends: Counter[str] = Counter()
     for seed in SEEDS:
-        ends += play_world(seed, debug=True).ends
+        ends += play_world(seed, debug=True).met
     assert ends["served"] > 3 * len(SEEDS), ends
 
 

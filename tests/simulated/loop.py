@@ -19,11 +19,10 @@ import contextlib
 import contextvars
 import heapq
 import random
-import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from enum import Enum
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -55,14 +54,19 @@ class Livelock(RuntimeError):
     """The world ran more callbacks than it was allowed to."""
 
 
-class SimulatedLoop(asyncio.AbstractEventLoop):
+class SimulatedLoop(asyncio.BaseEventLoop):
     """An asyncio event loop whose clock, order and executor come out of ``seed``.
 
     ``random`` is the loop's own source; ``entropy(name)`` makes further ones, each a function of seed and name, so that
-    what one part of a world draws does not move what another part draws.
+    what one part of a world draws does not move what another part draws. ``unhandled``: what nobody caught, which
+    ``simulate`` raises.
     """
 
+    _ready: deque[asyncio.Handle]
+    _thread_id: int | None
+
     def __init__(self, seed: int, *, order: Order = Order.SHUFFLED, step_limit: int = 5_000_000) -> None:
+        super().__init__()
         self.seed = seed
         self.order = order
         self.steps = 0
@@ -70,14 +74,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.random = self.entropy("loop")
         self._step_limit = step_limit
         self._now = 0.0
-        self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._serial = 0
-        self._stopping = False
-        self._closed = False
-        self._thread: int | None = None
-        self._factory: Callable[..., asyncio.Future[Any]] | None = None
-        self._debug = False
+        self.set_exception_handler(lambda _, context: self.unhandled.append(context))
 
     def __repr__(self) -> str:
         return f"<SimulatedLoop seed={self.seed} {self.order.value} t={self._now:.6f} steps={self.steps}>"
@@ -86,50 +85,26 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """A source of randomness that depends on the seed and ``name`` alone."""
         return random.Random(f"{self.seed}/{name}")
 
-    # time and callbacks
-
     def time(self) -> float:
         """Virtual seconds since the world began."""
         return self._now
 
-    def call_soon(
-        self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        """Make ``callback`` ready."""
-        self._check_open()
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Of two timers for one moment the first is the one that was set first."""
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, self._number(), handle))
         return handle
 
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """The same as ``call_soon``: a simulated world has one thread, and another one's call is an error."""
-        if self._thread not in (None, threading.get_ident()):
+        if self._thread_id not in (None, threading.get_ident()):
             raise RuntimeError("a second thread called into a simulated world: its timing cannot be replayed")
         return self.call_soon(callback, *args, context=context)
-
-    def call_later(
-        self, delay: float, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        """Make ``callback`` ready ``delay`` virtual seconds from now."""
-        return self.call_at(self._now + delay, callback, *args, context=context)
-
-    def call_at(
-        self, when: float, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        """Make ``callback`` ready at ``when``."""
-        self._check_open()
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, self._number(), handle))
-        return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """asyncio tells; a cancelled timer is skipped when its time comes."""
-
-    # futures and tasks
 
     def create_future(self) -> asyncio.Future[Any]:
         """A future that sets hash alike in every run."""
@@ -137,7 +112,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         """A task that counts its awaits, for ``cancel_at``."""
-        self._check_open()
         counted = _Counted(coro)
         task = _Task(counted, self, self._number(), options)
         counted.task = task
@@ -170,55 +144,21 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def _delay(self) -> float:
         return self.random.choice((0.0, 20.0, 200.0, 2000.0)) * self.random.random() * MICROSECOND
 
-    # running
-
-    def run_forever(self) -> None:
-        """Run until ``stop``.
+    def _run_once(self) -> None:
+        """One callback, or a jump to the next timer. asyncio's loop calls this until it is stopped.
 
         Raises:
             Deadlock: nothing can happen any more.
             Livelock: too much has happened.
         """
-        self._check_open()
-        if self.is_running():
-            raise RuntimeError("this loop is running already")
-        hooks = sys.get_asyncgen_hooks()
-        self._thread = threading.get_ident()
-        asyncio._set_running_loop(self)
-        sys.set_asyncgen_hooks(finalizer=self._finalize_generator)
-        try:
-            while not self._stopping:
-                self._step()
-        finally:
-            self._stopping = False
-            self._thread = None
-            asyncio._set_running_loop(None)
-            sys.set_asyncgen_hooks(*hooks)
-
-    def run_until_complete(self, future: Awaitable[_T]) -> _T:  # type: ignore[override, unused-ignore]
-        """Run until ``future`` is done and return its result.
-
-        Raises:
-            Deadlock: it can never be done.
-            Livelock: too much has happened.
-        """
-        goal: asyncio.Future[_T] = asyncio.ensure_future(future, loop=self)
-        goal.add_done_callback(self._goal_reached)
-        try:
-            self.run_forever()
-        finally:
-            goal.remove_done_callback(self._goal_reached)
-        return goal.result()
-
-    def _goal_reached(self, future: asyncio.Future[Any]) -> None:
-        self.stop()
-
-    def _step(self) -> None:
-        self._move_due_timers()
+        while self._timers and self._timers[0][0] <= self._now:
+            self._ready.append(heapq.heappop(self._timers)[2])
         if not self._ready:
             self._jump()
             return
-        handle = self._take()
+        if self.order is Order.SHUFFLED and len(self._ready) > 1:
+            self._ready.rotate(-self.random.randrange(len(self._ready)))
+        handle = self._ready.popleft()
         if handle.cancelled():
             return
         self.steps += 1
@@ -227,15 +167,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._now += self.random.random() * 10 * MICROSECOND
         handle._run()
 
-    def _take(self) -> asyncio.Handle:
-        if self.order is Order.SHUFFLED and len(self._ready) > 1:
-            self._ready.rotate(-self.random.randrange(len(self._ready)))
-        return self._ready.popleft()
-
-    def _move_due_timers(self) -> None:
-        while self._timers and self._timers[0][0] <= self._now:
-            self._ready.append(heapq.heappop(self._timers)[2])
-
     def _jump(self) -> None:
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
@@ -243,75 +174,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             raise Deadlock(f"{self!r}: {_describe(asyncio.all_tasks(self))}")
         self._now = max(self._now, self._timers[0][0])
 
-    def stop(self) -> None:
-        """Return from ``run_forever`` after this callback."""
-        self._stopping = True
-
-    def is_running(self) -> bool:
-        """Whether ``run_forever`` is on the stack."""
-        return self._thread is not None
-
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
-
-    def close(self) -> None:
-        """Drop everything that has not run."""
-        if self.is_running():
-            raise RuntimeError("a running loop cannot be closed")
-        self._closed = True
-        self._ready.clear()
-        self._timers.clear()
-
-    async def shutdown_asyncgens(self) -> None:
-        """Nothing to do: a generator is closed when it is dropped."""
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Nothing to do: there is no thread."""
-
-    def _finalize_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
-        if not self._closed:
-            self.create_task(generator.aclose())
-
-    # errors and the rest of the protocol
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep what nobody caught in ``unhandled``; ``simulate`` raises it."""
-        self.unhandled.append(context)
-
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """The same."""
-        self.unhandled.append(context)
-
-    def set_exception_handler(self, handler: object) -> None:
-        """Ignored: a world never swallows an error."""
-
-    def get_exception_handler(self) -> None:
-        """There is none."""
-
-    def get_debug(self) -> bool:
-        """asyncio's debug mode."""
-        return self._debug
-
-    def set_debug(self, enabled: bool) -> None:
-        """Turn asyncio's debug mode on or off."""
-        self._debug = enabled
-
-    def get_task_factory(self) -> None:
-        """There is none: the loop's own tasks count their awaits."""
-
-    def set_task_factory(self, factory: object) -> None:
-        """Only ``None`` is possible."""
-        if factory is not None:
-            raise NotImplementedError("tasks of a simulated world are the loop's own")
-
     def _number(self) -> int:
         self._serial += 1
         return self._serial
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("Event loop is closed")
 
 
 def simulate(
@@ -326,8 +191,7 @@ def simulate(
     A world fails if ``main`` raises, if it can never end, if it leaves a task behind, or if anything raised where
     nobody looked. Whatever it fails with carries the seed as a note.
     """
-    # typeshed calls every optional part of a loop (sockets, signals, processes) abstract; a world has none of them
-    loop = SimulatedLoop(seed, order=order, step_limit=step_limit)  # type: ignore[abstract]
+    loop = SimulatedLoop(seed, order=order, step_limit=step_limit)
     try:
         result = loop.run_until_complete(main(loop))
         left = asyncio.all_tasks(loop)

@@ -4,315 +4,524 @@ Law: one seed decides everything (settings, prompts, order, faults, who is cance
 played again by its number. What must hold: every page that an engine reads after ``loaded()`` has the right bytes; who
 was not cancelled is served; at the end nothing is held, pinned or in flight, and the audit passes.
 
-The engine here is a stream in order: work that it put off (``ready`` and ``after`` events) is done before any later
-read or write, as kernels on one stream would be.
+``Crowd`` and ``Asker`` are those who use the cache of a world. The cache of ``World`` has no workers of other
+processes; those of ``tests.group.random_worlds`` have one to eight.
+
+The engine of ``World`` is a stream in order: work that it put off (``ready`` and ``after`` events) is done before any
+later read or write, as kernels on one stream would be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
-from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
+from asynccache import AsyncCache, BatchFailed, CacheFull, ConfigError, CopyFailed, LoadFailed, PrefetchHandle
+from asynccache.config import EVICTION_POLICIES, POOL_NAME, CacheConfig
 from asynccache.core import audit
-from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
-from asynccache.errors import CacheFull, CopyFailed, LoadFailed
-from asynccache.memory.host_copies import Faults
-from asynccache.runtime.cache import AsyncCache
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.storage import PageKey
-from tests.simulated.backend import HONEST, Guests, Hostility, SimulatedBackend
+from asynccache.worker import RankPlace, Topology
+from tests.simulated.backend import HONEST, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedGate
+from tests.simulated.drawn import GUEST, PAGE, Climate, draw, text
 from tests.simulated.leading import check_books, leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 
-_ATTEMPTS = 60
-_PATIENCE = 600.0
+TRIES_OF_ROUGH_LOADS = 20  # where three of eight ranks fail half of their loads, thirty in a row may fail
 
 
+# The bytes that an engine writes on one rank, and must find there when it reads. Every rank has bytes of its own,
+# except in replicated pools. The bytes of a page are a function of everything up to the page's end.
+
+
+CANNOT = "the model raised"
 BAD = 0xEE
-"""The byte that a batch which fails leaves in its pages."""
+"""The byte that a failed batch leaves in its pages, and a batch that has read such a page in its own."""
 
 
 class WrongBytes(AssertionError):
     """A page that was served as a hit does not hold what was computed for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Climate:
-    """The settings of a world. ``cancel``: the share of requests that are cancelled at a random await. ``leads``:
-    whether its ``p2c`` is one that leads, see ``leading``."""
+class BadBytes(WrongBytes):
+    """A page that was read is one of a batch that failed."""
 
-    config: CacheConfig
-    order: Order
-    faults: Faults
-    latency: float
-    hostility: Hostility
-    requests: int
-    concurrency: int
-    cancel: float
-    alphabet: int
-    disturb: bool
-    leads: bool
+
+class Task(NamedTuple):
+    """A batch's payload. ``tables``: page tables by component. ``cached``: tokens that must be there already; the
+    pages of ``text`` from there on are written. ``state``: the slot that holds the state at ``cached``, or -1.
+    ``checkpoint``: the slot to write the state of all of ``text`` to, or -1. ``unable``: the ranks whose engines
+    fail at it."""
+
+    space: str | None
+    text: list[int]
+    tables: dict[str, list[int]]
+    cached: int
+    state: int
+    checkpoint: int
+    unable: Sequence[int] = ()
+
+    def payload(self) -> bytes:
+        return json.dumps(self).encode()
+
+
+def task_of(payload: bytes) -> Task:
+    return Task(*json.loads(payload))
+
+
+def tables_of(lease: Lease, names: Sequence[str]) -> dict[str, list[int]]:
+    return {name: lease.page_table(name).tolist() for name in names if name != "mamba"}
+
+
+def task_for(lease: Lease, space: str | None, text: list[int], names: Sequence[str], *, first: bool = True) -> Task:
+    """The payload for ``lease``: the engine is to compute ``text`` from the cached end on."""
+    states = [int(state) for state in lease.states]
+    end = lease.cached if first else 0
+    state, checkpoint = states[0] if states and end else -1, states[-1] if len(states) > 1 else -1
+    return Task(space, text, tables_of(lease, names), end, state, checkpoint)
+
+
+class EngineBytes:
+    """The pages of one worker at ``place``. ``verified``: how many were compared."""
+
+    def __init__(self, pools: Mapping[str, Any], config: CacheConfig, place: RankPlace) -> None:
+        self.verified = 0
+        self._place = place
+        self._page = config.page_size
+        self._pools = {spec.name: spec for spec in config.pools() if spec.bytes_per_page}
+        self._window = max(component.window for component in config.core().components)
+        self._rows: dict[str, list[npt.NDArray[np.uint8]]] = {
+            name: [pools[name].layer(layer).numpy() for layer in range(spec.layers)]
+            for name, spec in self._pools.items()
+        }
+        self._parts: dict[str, bytes] = {}
+        for name, spec in self._pools.items():
+            dims = [number for dim, number in (("tp", place.tp), ("cp", place.cp)) if dim not in spec.replicated]
+            self._parts[name] = f"{name}/{dims}".encode()
+
+    def verify(self, task: Task) -> None:
+        """Check everything that an engine reads which goes on at ``task.cached``."""
+        whole, start = task.cached // self._page, max(0, task.cached - self._window) // self._page
+        for name, spec in self._pools.items():
+            if spec.component is ComponentKind.MAMBA:
+                if task.state >= 0:
+                    self._check(name, task.state, self._content(task, whole - 1), "state")
+                continue
+            table = task.tables[POOL_NAME[spec.component]]
+            for i in range(start if spec.component is ComponentKind.SWA else 0, whole):
+                self._check(name, table[i], self._content(task, i), f"page {i}")
+
+    def write(self, task: Task) -> None:
+        """Write the pages of ``task.text`` beyond the cached ones, and the checkpoint."""
+        for name, spec in self._pools.items():
+            if spec.component is ComponentKind.MAMBA:
+                if task.checkpoint >= 0 and task.text and len(task.text) % self._page == 0:
+                    self._put(name, task.checkpoint, self._content(task, len(task.text) // self._page - 1))
+                continue
+            table = task.tables[POOL_NAME[spec.component]]
+            for i in range(task.cached // self._page, -(-len(task.text) // self._page)):
+                if table[i] >= 0:
+                    self._put(name, table[i], self._content(task, i))
+
+    def spoil(self, task: Task) -> None:
+        """Write ``BAD`` to whatever ``write`` would write to."""
+        for name, spec in self._pools.items():
+            if spec.component is ComponentKind.MAMBA:
+                slots = [task.checkpoint] if task.text and len(task.text) % self._page == 0 else []
+            else:
+                first, end = task.cached // self._page, -(-len(task.text) // self._page)
+                slots = task.tables[POOL_NAME[spec.component]][first:end]
+            for slot in slots:
+                for rows in self._rows[name] if slot >= 0 else ():
+                    rows[slot][:] = BAD
+
+    def snapshot(self, task: Task) -> list[bytes]:
+        """What the pages of ``task`` from ``task.cached`` on hold now."""
+        return [
+            rows[slot].tobytes()
+            for name, spec in self._pools.items() if spec.component is not ComponentKind.MAMBA
+            for slot in task.tables[POOL_NAME[spec.component]][task.cached // self._page :] if slot >= 0
+            for rows in self._rows[name]
+        ]  # fmt: skip
+
+    def _content(self, task: Task, page: int) -> bytes:
+        return f"{task.space}{task.text[: (page + 1) * self._page]}".encode()
+
+    def _expected(self, pool: str, layer: int, content: bytes, size: int) -> bytes:
+        seed = _seed(content, self._parts[pool])
+        turn = self._pools[pool].model_layers[layer] % len(seed)
+        return ((seed[turn:] + seed[:turn]) * (size // len(seed) + 1))[:size]
+
+    def _put(self, pool: str, slot: int, content: bytes) -> None:
+        for layer, rows in enumerate(self._rows[pool]):
+            row = rows[slot]
+            row[:] = np.frombuffer(self._expected(pool, layer, content, len(row)), np.uint8)
+
+    def _check(self, pool: str, slot: int, content: bytes, what: str) -> None:
+        self.verified += 1
+        if slot < 0:
+            raise WrongBytes(f"{pool} {what} has no slot")
+        for layer, rows in enumerate(self._rows[pool]):
+            row = rows[slot].tobytes()
+            if row == bytes([BAD]) * len(row):
+                raise BadBytes(f"{self._place}: {pool} {what}, slot {slot}, layer {layer} is of a failed batch")
+            if row != self._expected(pool, layer, content, len(row)):
+                raise WrongBytes(f"{self._place}: {pool} {what}, slot {slot}, layer {layer}: {row[:8].hex()}")
+
+
+@lru_cache(1 << 14)
+def _seed(content: bytes, part: bytes) -> bytes:
+    return sha256(content + part).digest()
+
+
+# those who use a cache
 
 
 @dataclass(slots=True)
 class Report:
-    """The results of a world. ``verified``: pages whose bytes were compared. ``choices``: see ``Leading``."""
+    """The results of a world. ``verified``: pages of which the bytes were compared, on any rank. ``met``: everything
+    that the world came across, by name."""
 
-    seed: int
     climate: Climate
     verified: int = 0
-    ends: Counter[str] = field(default_factory=Counter)
-    hits: Counter[str] = field(default_factory=Counter)
-    choices: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
 
 
-def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None, *, debug: bool = False) -> Report:
-    """Run the world of this seed. ``pages``: a store that outlives worlds. ``debug``: as for ``AsyncCache``.
+def played(seed: int, leads: bool, world: Callable[[SimulatedLoop], Any]) -> Report:
+    """Run ``world(loop).run()`` in a loop of this seed.
 
     Raises:
         Exception: whatever went wrong; the seed is in its notes.
     """
-    climate = draw_climate(seed)
 
     async def main(loop: SimulatedLoop) -> Report:
-        return await _World(loop, seed, climate, {} if pages is None else pages, debug=debug).run()
+        report: Report = await world(loop).run()
+        return report
 
-    with leading(seed) if climate.leads else nullcontext(Counter[str]()) as choices:
-        report = simulate(main, seed, order=climate.order)
-    report.choices += choices
+    order = Random(f"{seed}/order").choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED))
+    with leading(seed) if leads else nullcontext(Counter[str]()) as choices:
+        report = simulate(main, seed, order=order, step_limit=400_000)
+    report.met.update({f"p2c {what}": count for what, count in choices.items()})
     return report
 
 
-# the climate
+class Crowd:
+    """Those who use the cache of a world. ``said``: texts that were served, which others begin like; ``guest``: a store
+    that comes and goes."""
 
+    cache: AsyncCache
+    guest: Any = GUEST
+    guest_options: Mapping[str, str] = {}
 
-def draw_climate(seed: int) -> Climate:
-    """The settings of a world."""
-    random = Random(f"{seed}/climate")
-    calm = random.random() < 0.25
-    return Climate(
-        config=_with_sidecars(_draw_config(random), Random(f"{seed}/sidecars")),
-        order=random.choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED)),
-        faults=Faults(seed=seed) if calm else Faults(seed=seed, delayed=0.1, failing=random.choice((0.0, 0.05, 0.2))),
-        latency=random.choice((0.0, 1e-5, 1e-3, 1e-2)),
-        hostility=HONEST if calm else _draw_hostility(random),
-        requests=random.randint(4, 16),
-        concurrency=random.randint(1, 8),
-        cancel=random.choice((0.0, 0.2, 0.6)),
-        alphabet=random.choice((1, 2, 3)),
-        disturb=random.random() < 0.4,
-        leads=Random(f"{seed}/eviction").random() < 0.9,
-    )
-
-
-def _draw_hostility(random: Random) -> Hostility:
-    return Hostility(
-        delay=random.choice((0.0, 0.001, 0.05)),
-        **{name: random.choice((0.0, 0.0, 0.1)) for name in ("unavailable", "failed", "wrong", "short", "empty")},
-        vanished=random.choice((0.0, 0.05)),
-    )
-
-
-def _draw_config(random: Random) -> CacheConfig:
-    page, layers = 4, random.randint(1, 3)
-    host = random.choice((0, 16, 40)) * page
-    token_bytes = 8 * layers
-    components: list[Component] = [
-        Full(bytes_per_token=token_bytes, device_tokens=random.choice((16, 24, 40)) * page, host_tokens=host,
-             layers=layers)
-    ]  # fmt: skip
-    if random.random() < 0.5:
-        components.append(
-            SlidingWindow(window=random.choice((1, 6, 10, 40)), bytes_per_token=token_bytes, layers=layers,
-                          device_tokens=random.choice((16, 24, 40)) * page, host_tokens=host)
-        )  # fmt: skip
-    if random.random() < 0.5:
-        components.append(
-            Mamba(state_bytes=24 * layers, device_states=random.choice((4, 8, 20)), layers=layers,
-                  host_states=random.choice((2, 8)) if host else 0)
-        )  # fmt: skip
-    return CacheConfig(
-        model="simulated", components=tuple(components), page_size=page,
-        write_policy=random.choice(list(WritePolicy)), prefetch_policy=random.choice(list(PrefetchPolicy)),
-        prefetch_threshold=random.choice((1, 8)), prefetch_quota=random.choice((0.2, 1.0)),
-        load_back_threshold=random.choice((0, 0, 12)), max_backup_ops=random.choice((1, 4, 256)),
-        write_back_watermark=random.choice((0.1, 0.6)), close_timeout=60.0, prefetch_timeout_base=0.05,
-    )  # fmt: skip
-
-
-def _with_sidecars(config: CacheConfig, random: Random) -> CacheConfig:
-    """Half of the worlds have pools that hang on others, in any order, and then FULL itself may be logical."""
-    if random.random() < 0.5:
-        return config
-    sources = [POOL_NAME[kind] for kind in (spec.component for spec in config.pools())]
-    sidecars: list[Sidecar] = []
-    for number in range(random.randint(1, 5)):
-        layers = random.randint(1, 4)
-        sidecar = Sidecar(name=f"side{number}", indices_from=random.choice(sources),
-                          bytes_per_page=random.randint(1, 12) * layers, layers=layers)  # fmt: skip
-        sources.append(sidecar.name)
-        sidecars.append(sidecar)
-    random.shuffle(sidecars)
-    full, *others = config.components
-    if isinstance(full, Full) and random.random() < 0.4:
-        full = structs.replace(full, bytes_per_token=0, layers=1)
-    return structs.replace(config, components=(full, *others), sidecars=tuple(sidecars))
-
-
-# the world
-
-
-class _World:
-    """One cache, its engine, and those who use it."""
-
-    def __init__(
-        self, loop: SimulatedLoop, seed: int, climate: Climate, pages: dict[PageKey, tuple[bytes, bytes]], *,
-        debug: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, loop: SimulatedLoop, climate: Climate) -> None:
         self.loop = loop
-        self.debug = debug
         self.climate = climate
         self.random = loop.entropy("world")
-        self.report = Report(seed, climate)
-        self.device = SimulatedDevice(seed=seed, latency=(0.0, climate.latency), faults=climate.faults)
-        has_host = climate.config.pools()[0].host_pages > 0
-        self.backend = (
-            SimulatedBackend(loop.entropy("backend"), climate.hostility, pages)
-            if has_host and self.random.random() < 0.8
-            else None
-        )
-        self.guests = Guests(loop, climate.hostility) if has_host else None
-        self.put_off: deque[SimulatedGate] = deque()
-        self.said: list[list[int]] = [[]]
-        self.unable = loop.entropy("batches that fail")
-        self.failures = 0
-        self.cache: AsyncCache
+        self.report = Report(climate)
+        self.said: list[tuple[str | None, list[int]]] = [(None, [])]
 
-    async def run(self) -> Report:
-        """Run the world: twice if there is a store, which keeps the pages of the first life."""
-        await self._live()
-        if self.backend is not None:
-            await self._live()
-        if self.guests is not None:
-            await self.guests.aclose()
-        if self.backend is not None:
-            await self.backend.aclose()
-            assert self.backend.holding == 0, "the store still holds buffers"
-        await self.device.aclose()
-        return self.report
-
-    async def _live(self) -> None:
-        self.cache = self._cache()
-        async with self.cache:
-            over = asyncio.Event()
-            coming = self.guests.come_and_go(self.cache, over) if self.guests is not None else asyncio.sleep(0)
-            guests = self.loop.create_task(coming, name="guests")
-            await self._requests()
-            over.set()
-            await guests
-            await self._disturb_last()
-            await self._settle()
-            self._nothing_is_left()
-
-    def _cache(self) -> AsyncCache:
-        return AsyncCache(self.climate.config, device=self.device, storage=self.backend, debug=self.debug)
-
-    async def _requests(self) -> None:
-        """Make the requests, some at a time; when one ends the next begins."""
-        running: set[asyncio.Task[Any]] = set()
-        for number in range(self.climate.requests):
+    async def requests(self, count: int) -> None:
+        """Make so many requests, some at a time; when one ends the next begins."""
+        running: set[asyncio.Task[None]] = set()
+        for number in range(count):
             if len(running) >= self.climate.concurrency:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 self._collect(done)
             running.add(self._begin(number))
-            if self.climate.disturb and self.random.random() < 0.3:
-                running.add(self.loop.create_task(self._disturb(), name=f"disturbance {number}"))
-            await asyncio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.05)))
+            if self.random.random() < self.climate.disturb:
+                running.add(self.loop.create_task(self.disturb(), name=f"disturbance {number}"))
+            await asyncio.sleep(self.random.choice((0.0, 0.001, 0.02)))
         while running:
             done, running = await asyncio.wait(running)
             self._collect(done)
 
     def _begin(self, number: int) -> asyncio.Task[None]:
-        request = self._request(self.loop.entropy(f"request {number} at {self.loop.time()}"))
-        task = self.loop.create_task(request.run(), name=f"request {number}")
+        random = self.loop.entropy(f"request {number} at {self.loop.time()}")
+        task = self.loop.create_task(self.request(random).run(), name=f"request {number}")
         if self.random.random() < self.climate.cancel:
-            self.loop.cancel_at(task, self.random.randint(1, 40))
+            self.loop.cancel_at(task, self.random.randint(1, 30))
         return task
 
-    def _request(self, random: Random) -> Request:
-        return Request(self, random)
+    def request(self, random: Random) -> Asker:
+        raise NotImplementedError
 
-    def _collect(self, done: set[asyncio.Task[Any]]) -> None:
+    def _collect(self, done: set[asyncio.Task[None]]) -> None:
         for task in done:
             if task.cancelled():
-                self.report.ends["cancelled"] += 1
+                self.report.met["cancelled"] += 1
             elif (error := task.exception()) is not None:
-                raise error
+                self.failed(error)
 
-    async def _disturb(self) -> None:
-        """Do other things that an embedder may do at any time."""
-        random = self.random
-        match random.randrange(7):
-            case 0:
-                await self.cache.invalidate(random.choice((None, "tenant")))
-            case 1:
-                await self.cache.flush()
-            case 2:
-                kept = await self.cache.keep(self.prompt(random), ttl=0.5)
-                assert kept.tokens >= 0
-            case 3:
-                await self.cache.match(self.prompt(random))
-            case 4:
-                handle = self.cache.prefetch(self.prompt(random))
-                await asyncio.sleep(random.random() * 0.02)
-                handle.cancel()
-                await handle
-            case 5:
-                self.cache.statistics()
-            case _:
-                await self.cache.flush()
+    def failed(self, error: BaseException) -> None:
+        """A request, or what was done beside it, has ended with this error."""
+        raise error
 
-    async def _disturb_last(self) -> None:
-        if self.climate.disturb and self.random.random() < 0.3 and not self.climate.hostility.unavailable:
-            await self.cache.reset()
-
-    async def _settle(self) -> None:
-        """Kept prefixes expire, and everything that can be saved is."""
-        await asyncio.sleep(1.0)
-        await self.engine()
-        await self.cache.flush(timeout=_PATIENCE)
-
-    def _nothing_is_left(self) -> None:
-        core = self.cache._opened().core
-        if not core.world.ledger.ops:
-            audit.check(core, idle=True)
-        audit.check(core)
+    def check_idle(self) -> None:
+        """Nothing is held, and nothing in flight."""
+        core = self.cache.core
+        audit.check(core, idle=not core.world.ledger.ops)
         check_books(core)
-        statistics = self.cache.statistics()
-        assert (statistics.leases, statistics.waiting, statistics.kept_tokens) == (0, 0, 0)
         assert not core.active_leases()
         assert not core.active_fetches()
 
-    # what requests are made of
+    async def disturb(self) -> None:
+        """Make other calls that a cache must take at any time."""
+        cache, random = self.cache, self.random
+        what = random.choice(("invalidate", "flush", "keep", "match", "prefetch", "guest", "guest", "reset"))
+        self.report.met[what] += 1
+        space, text = random.choice(self.said)
+        match what:
+            case "invalidate":
+                await cache.invalidate(random.choice((None, "tenant")))
+            case "flush":
+                await cache.flush()
+            case "keep":
+                await cache.keep(text or [0], ttl=0.1, namespace=space)
+                await asyncio.sleep(0.1)
+            case "match":
+                await self._look(text or [0], space)
+            case "prefetch":
+                await self._give_up_a_prefetch(text or [0], space)
+            case "reset":
+                await self._unless_unavailable(cache.reset())
+            case "guest":
+                if self.climate.config.pools()[0].host_pages:
+                    await self._guest(random)
 
-    def prompt(self, random: Random) -> list[int]:
-        """A new prompt that begins like an earlier one."""
-        page = self.climate.config.page_size
-        known = random.choice(self.said[-8:])
-        kept = known[: random.randint(0, len(known))]
-        fresh = [random.randrange(self.climate.alphabet) for _ in range(random.randint(1, 8 * page))]
-        return (kept + fresh)[: 12 * page]
+    async def _guest(self, random: Random) -> None:
+        """A store comes, or goes; somebody else may be at it."""
+        cache = self.cache
+        try:
+            if "guest" in cache.stores:
+                await cache.detach_storage("guest", timeout=random.choice((None, 0)))
+                self.report.met["detached"] += 1
+            else:
+                write, promote = random.choice(("yes", "yes", "no")), random.choice(("yes", "no"))
+                options = {"name": "guest", "write": write, "promote": promote, **self.guest_options}
+                await cache.attach_storage(self.guest, options=options, position=random.choice((None, 0)),
+                                           backfill=random.random() < 0.5)  # fmt: skip
+                self.report.met["attached"] += 1
+        except ConfigError as error:
+            if "guest" not in str(error):  # the name is taken, or it was detached meanwhile
+                raise
+            self.report.met["two at a store"] += 1
+
+    async def _unless_unavailable(self, work: Any) -> None:
+        try:
+            await work
+        except RankFailure:
+            raise
+        except AsyncCacheError:
+            assert not self.climate.calm
+            self.report.met["unavailable"] += 1
+
+    async def _give_up_a_prefetch(self, text: list[int], space: str | None = None) -> None:
+        handle = self.cache.prefetch(text, namespace=space)
+        await asyncio.sleep(self.random.random() * 0.02)
+        handle.cancel()
+        await handle
+
+    async def _look(self, text: list[int], space: str | None) -> None:
+        await self.cache.match(text, namespace=space)
+        self.cache.statistics()
+
+
+class Asker:
+    """One request, from its arrival to its end, as often as loads fail. ``awaits``: the share of prefetches that it
+    waits for to their end."""
+
+    attempts = 30
+    awaits = 0.5
+
+    def __init__(self, owner: Crowd, random: Random) -> None:
+        self.cache = owner.cache
+        self.random = random
+        self.met = owner.report.met
+        self.climate = owner.climate
+        self.space, known = random.choice(owner.said[-5:])
+        if random.random() < 0.2:
+            self.space = random.choice((None, "tenant"))
+        fresh = [random.randrange(3) for _ in range(random.randint(1, 4 * PAGE))]
+        kept = random.choice((len(known), len(known), random.randint(0, len(known))))
+        self.prompt = (known[:kept] + fresh)[: 5 * PAGE]
+        self.new = random.choice((0, 0, random.randint(1, PAGE)))
+        self.shared: int | None = None
+
+    async def run(self) -> None:
+        """Serve it.
+
+        Raises:
+            AsyncCacheError: the cache has failed.
+            AssertionError: it was not served, or with wrong bytes.
+        """
+        handle = self.cache.prefetch(self.prompt, namespace=self.space) if self.random.random() < 0.5 else None
+        try:
+            for attempt in range(self.attempts):
+                if attempt == TRIES_OF_ROUGH_LOADS:
+                    self.mend()
+                if await self._attempt(handle):
+                    return
+                handle = None
+            raise AssertionError(f"not served in {self.attempts} attempts: {self.cache!r}")
+        except CacheFull:
+            self.met["full"] += 1
+        except TimeoutError:
+            self.met["timeout"] += 1
+        except BatchFailed as error:
+            if not all(CANNOT in reason for reason in error.reasons.values()):
+                raise
+            self.met["batch failed"] += 1
+        finally:
+            if handle is not None:
+                handle.cancel()
+
+    async def _attempt(self, handle: PrefetchHandle | None) -> bool:
+        random = self.random
+        if random.random() < self.climate.pressure:
+            await self._empty_the_device()
+        if handle is not None and random.random() < self.awaits:
+            await handle
+        lease = self.cache.lease(
+            self.prompt, new_tokens=self.new, namespace=self.space, prefetch=handle, wait=random.random() < 0.9,
+            timeout=random.choice((None, None, None, 1.0)), shared_tokens=self.shared,
+        )  # fmt: skip
+        async with lease:
+            self.granted(lease)
+            try:
+                await self.serve(lease)
+            except LoadFailed:
+                self.met["load failed"] += 1
+                self.void()
+                return False
+            finally:
+                self.leave(lease)
+        self.met["served"] += 1
+        return True
+
+    async def _empty_the_device(self) -> None:
+        """Empty the device, as far as nothing on it is held."""
+        pools = [pool for pool in self.climate.config.pools() if pool.component is not ComponentKind.MAMBA]
+        with suppress(TimeoutError):
+            async with self.cache.lease(text(min(pool.device_pages for pool in pools), seed=999), timeout=0.2):
+                self.met["emptied"] += 1
+
+    def granted(self, lease: Lease) -> None:
+        hits = lease.hits
+        self.met.update({"device hit": hits.device, "host hit": hits.host, "storage hit": hits.storage})
+
+    async def serve(self, lease: Lease) -> None:
+        """The prompt, and then perhaps some tokens more."""
+        raise NotImplementedError
+
+    def void(self) -> None:
+        """A load of the lease has failed."""
+
+    def leave(self, lease: Lease) -> None:
+        """Release the lease, however it was served."""
+        raise NotImplementedError
+
+    def mend(self) -> None:
+        """From now on no copy from the host fails."""
+
+
+# worlds whose cache has no workers of other processes
+
+
+def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None, *, debug: bool = False) -> Report:
+    """Run the world of this seed. ``pages``: a store that outlives worlds. ``debug``: as for ``AsyncCache``."""
+    climate = draw_climate(seed)
+    return played(seed, climate.leads, lambda loop: World(loop, climate, pages, debug=debug))
+
+
+def draw_climate(seed: int) -> Climate:
+    """Here more is asked for at a time, and fewer prefetches begin."""
+    climate, random = draw(seed), Random(f"{seed}/alone")
+    config = structs.replace(
+        climate.config, write_back_watermark=random.choice((0.1, 0.6)), prefetch_quota=random.choice((0.2, 1.0)),
+        prefetch_threshold=random.choice((1, 8)), eviction=random.choice(("p2c", *EVICTION_POLICIES)),
+    )  # fmt: skip
+    return climate._replace(
+        config=config, disturb=0.0 if climate.calm else random.choice((0.0, 0.3, 0.6)), leads=random.random() < 0.9,
+        requests=random.randint(4, 16), concurrency=random.randint(1, 8),
+    )  # fmt: skip
+
+
+class World(Crowd):
+    """One cache, its engine, and those who use it. ``failures``: batches that the engine could not run."""
+
+    def __init__(
+        self, loop: SimulatedLoop, climate: Climate, pages: dict[PageKey, tuple[bytes, bytes]] | None = None, *,
+        debug: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(loop, climate)
+        self.debug = debug
+        latency, hostility = self.random.choice((0.0, 1e-5, 1e-3, 1e-2)), climate.hostility.get(0, HONEST)
+        self.device = SimulatedDevice(seed=loop.seed, latency=(0.0, latency), faults=climate.faults.get(0))
+        self.stores = {name: SimulatedBackend(loop.entropy(name), hostility) for name in ("backend", "guest")}
+        if pages is not None:
+            self.stores["backend"].pages = pages
+        self.guest = self.stores["guest"]
+        self.put_off: deque[SimulatedGate] = deque()
+        self.unable = loop.entropy("batches that fail")
+        self.failures = 0
+        self.books: EngineBytes
+
+    async def run(self) -> Report:
+        """Run the world: twice if there is a store, which keeps the pages of the first life."""
+        for _ in range(2 if self.climate.config.stores else 1):
+            await self.live()
+        for name, store in self.stores.items():
+            await store.aclose()
+            assert store.holding == 0, f"{name} still holds buffers"
+        await self.device.aclose()
+        return self.report
+
+    async def live(self) -> None:
+        self.cache = self.make()
+        async with self.cache:
+            await self.requests(self.climate.requests)
+            await self.settle()
+            statistics = self.cache.statistics()
+            assert (statistics.leases, statistics.waiting, statistics.kept_tokens) == (0, 0, 0)
+            self.check_idle()
+
+    async def requests(self, count: int) -> None:
+        self.books = EngineBytes(self.cache.pools, self.climate.config, Topology().place(0))
+        await super().requests(count)
+        self.report.verified += self.books.verified
+
+    def make(self, **more: Any) -> AsyncCache:
+        config = structs.replace(self.climate.config, storage=None)
+        storage = self.stores["backend"] if self.climate.config.stores else None
+        return AsyncCache(config, device=self.device, storage=storage, debug=self.debug, **more)
+
+    async def settle(self) -> None:
+        """Kept prefixes expire, and everything that can be saved is."""
+        await asyncio.sleep(1.0)
+        await self.engine()
+        await self.cache.flush(timeout=600.0)
+
+    def request(self, random: Random) -> Asker:
+        return Request(self, random)
+
+    async def _look(self, text: list[int], space: str | None) -> None:
+        await super()._look(text, space)
+        await self.cache.explain([*text, *text], namespace=space)
 
     # the engine's stream
 
@@ -321,10 +530,6 @@ class _World:
         while self.put_off:
             with suppress(CopyFailed):
                 await self.put_off[-1].wait()
-
-    def fails(self) -> bool:
-        """Whether the engine will not be able to run a batch; never in a calm world."""
-        return self.climate.hostility is not HONEST and self.unable.random() < 0.08
 
     def later(self, work: Callable[[], None], fails: bool = False) -> SimulatedGate:
         """Put ``work`` off; the event fires when it is done. ``fails``: it carries an error then."""
@@ -361,216 +566,101 @@ class _World:
         return gate
 
 
-class Request:
-    """One request, from its arrival to its release, as often as loads fail. ``grows``: before which share of its steps
-    it extends its lease."""
+class Request(Asker):
+    """``grows``: before which share of its steps it extends its lease."""
 
+    attempts = 60
     grows = 0.1
 
-    def __init__(self, world: _World, random: Random) -> None:
+    def __init__(self, world: World, random: Random) -> None:
+        super().__init__(world, random)
         self.world = world
-        self.random = random
-        self.cache = world.cache
-        self.page = world.climate.config.page_size
-        self.tokens = world.prompt(random)
-        self.namespace = random.choice((None, None, "tenant"))
-        self.pools = {spec.name: spec for spec in world.climate.config.pools() if spec.bytes_per_page}
-        self.states = [name for name, spec in self.pools.items() if spec.component is ComponentKind.MAMBA]
-        self.window = next((c.window for c in world.climate.config.components if isinstance(c, SlidingWindow)), 0)
+        self.books = world.books
+        self.new, self.shared = random.randint(0, 2 * PAGE), random.choice((None, None, PAGE, 3 * PAGE))
+        self.names = [spec.name for spec in self.climate.config.pools() if spec.indices_from is None]
 
-    async def run(self) -> None:
-        """Serve it.
+    def granted(self, lease: Lease) -> None:
+        super().granted(lease)
+        self.failures = self.world.failures
+        self.served = False
 
-        Raises:
-            AssertionError: it was not served, or with wrong bytes.
-        """
-        handle = self._prefetch()
-        try:
-            await self._serve_with(handle)
-        finally:
-            if handle is not None:
-                handle.cancel()
-
-    async def _serve_with(self, handle: PrefetchHandle | None) -> None:
-        for _ in range(_ATTEMPTS):
-            try:
-                if await self._attempt(handle):
-                    return
-            except CacheFull:
-                self.world.report.ends["full"] += 1
-                return
-            except TimeoutError:
-                self.world.report.ends["timeout"] += 1
-                return
-            handle = None
-        raise AssertionError(f"not served in {_ATTEMPTS} attempts: {self.world.cache!r}")
-
-    def _prefetch(self) -> PrefetchHandle | None:
+    async def serve(self, lease: Lease) -> None:
+        """Verify what was cached, compute the rest in chunks, decode."""
         if self.random.random() < 0.5:
-            return None
-        handle = self.cache.prefetch(self.tokens, namespace=self.namespace)
-        if self.random.random() < 0.1:
-            handle.cancel()
-        return handle
-
-    async def _attempt(self, handle: PrefetchHandle | None) -> bool:
-        random = self.random
-        new = random.randint(0, 3 * self.page)
-        lease = self.cache.lease(
-            self.tokens, new_tokens=new, namespace=self.namespace, prefetch=handle,
-            wait=random.random() < 0.9, timeout=random.choice((None, None, None, 0.05, 5.0)),
-        )  # fmt: skip
-        async with lease:
-            self.failures = self.world.failures
-            try:
-                await self._loaded(lease)
-                await self._serve(lease, new)
-            except LoadFailed:
-                self.world.report.ends["load failed"] += 1
-                return False
-            lease.release(ended=random.random() < 0.3, after=self._after(lease))
-        return True
-
-    async def _loaded(self, lease: Lease) -> None:
-        for name in ("device", "host", "storage"):
-            self.world.report.hits[name] += getattr(lease.hits, name)
-        if self.random.random() < 0.5:
-            for layer in range(self.world.climate.config.components[0].layers):
+            for layer in range(self.climate.config.components[0].layers):
                 await lease.layer(layer)
         await lease.loaded()
-
-    async def _serve(self, lease: Lease, new: int) -> None:
-        """Verify what was cached, compute the rest in chunks, decode."""
-        assert lease.cached < len(self.tokens)
-        await self._verify(lease, lease.cached, state=True)
-        text = list(self.tokens)
-        done = lease.cached
+        assert lease.cached < len(self.prompt)
+        text, done = list(self.prompt), lease.cached
+        await self._verify(lease, text[:done], state=True)
         while done < len(text):
             upto = min(len(text), done + self.random.randint(1, 20))
-            await self._compute(lease, text, done, upto)
+            await self._compute(lease, text[:upto], done)
             done = upto
-        for _ in range(new):
+        for _ in range(self.new):
             if self.random.random() < self.grows:
                 await self._extend(lease)
-            text.append(self.random.randrange(self.world.climate.alphabet))
-            await self._compute(lease, text, len(text) - 1, len(text))
+            text.append(self.random.randrange(3))
+            await self._compute(lease, text, len(text) - 1)
             lease.advance(len(text))
-        self.world.said.append(text)
-        self.world.report.ends["served"] += 1
+        if self.random.random() < 0.2:
+            lease.truncate(len(text))
+        self.world.said.append((self.space, text))
+        self.served = True
 
     async def _extend(self, lease: Lease) -> None:
         try:
             await lease.extend(self.random.randint(1, 8))
         except CacheFull:
-            self.world.report.ends["extend full"] += 1
+            self.met["extend full"] += 1
 
-    async def _compute(self, lease: Lease, text: Sequence[int], start: int, end: int) -> None:
-        """Write KV for ``text[start:end]``, sometimes late, and publish it."""
+    def _task(self, lease: Lease, text: Sequence[int], cached: int, state: int = -1, checkpoint: int = -1) -> Task:
+        return Task(self.space, [*text], tables_of(lease, self.names), cached, state, checkpoint)
+
+    async def _compute(self, lease: Lease, text: Sequence[int], start: int) -> None:
+        """Write KV for ``text[start:]``, sometimes late, and publish it."""
         await self.world.engine()
-        tables = self._tables(lease)
-        checkpoint = self._checkpoint(lease, end)
-        held, fails = text[:end], False
-
-        def work() -> None:
-            self._write(tables, held, start // self.page, bad=fails)
-            if checkpoint is not None:
-                for name in self.states:
-                    content = self._content(held, checkpoint[0] // self.page - 1)
-                    self._put(name, checkpoint[1], content, bad=fails)
-
-        ready = None
+        slot = -1
+        if len(lease.states) > 1 and len(text) % PAGE == 0 and self.random.random() < 0.7:
+            slot = int(lease.states[-1])
+        task, ready = self._task(lease, text, start, checkpoint=slot), None
         if self.random.random() < 0.3:
-            fails = self.world.fails()
-            ready = self.world.later(work, fails)
+            fails = self.world.unable.random() < self.climate.unable
+            ready = self.world.later(lambda: (self.books.spoil if fails else self.books.write)(task), fails)
         else:
-            work()
-        if end == len(text) or self.random.random() < 0.5 or ready is not None:
-            await lease.commit(held, after=ready, checkpoint=checkpoint)
+            self.books.write(task)
+        if len(text) >= len(self.prompt) or self.random.random() < 0.5 or ready is not None:
+            await lease.commit(text, after=ready, checkpoint=(len(text), slot) if slot >= 0 else None)
             if self.random.random() < 0.5:
                 lease.adopt(after=self.world.later(_nothing) if self.random.random() < 0.3 else None)
-            await self._verify(lease, end)
+            await self._verify(lease, text)
 
-    def _tables(self, lease: Lease) -> dict[str, list[int]]:
-        """Where each pool's pages are: a pool has the table of the component that it hangs on."""
-        return {
-            name: lease.page_table(POOL_NAME[spec.component]).tolist()
-            for name, spec in self.pools.items() if spec.component is not ComponentKind.MAMBA
-        }  # fmt: skip
-
-    def _checkpoint(self, lease: Lease, end: int) -> tuple[int, int] | None:
-        whole = end // self.page * self.page
-        if not self.states or len(lease.states) < 2 or whole != end or self.random.random() < 0.3:
-            return None
-        return whole, int(lease.states[-1])
-
-    def _write(self, tables: dict[str, list[int]], text: Sequence[int], first: int, *, bad: bool = False) -> None:
-        for name, table in tables.items():
-            for i in range(first, -(-len(text) // self.page)):
-                if table[i] >= 0:
-                    self._put(name, table[i], self._content(text, i), bad=bad)
-
-    def _content(self, text: Sequence[int], page: int) -> bytes:
-        """The content of a page, which is a function of everything up to the page's end."""
-        end = min(len(text), (page + 1) * self.page)
-        return sha256(repr((self.namespace, list(text[:end]))).encode()).digest()
-
-    def _put(self, pool: str, slot: int, content: bytes, *, bad: bool = False) -> None:
-        for layer in range(self._layers(pool)):
-            row = self.cache.pools[pool].layer(layer)[slot]
-            row.copy_(row.new_tensor([BAD] * len(row) if bad else list(_row(content, pool, layer, len(row)))))
-
-    def _layers(self, pool: str) -> int:
-        return self.pools[pool].layers
-
-    async def _verify(self, lease: Lease, end: int, state: bool = False) -> None:
-        """Every whole page up to ``end`` that the engine would read holds what it must."""
+    async def _verify(self, lease: Lease, text: Sequence[int], state: bool = False) -> None:
+        """Every whole page of ``text`` that the engine would read holds what it must."""
         await self.world.engine()
-        text = self.tokens if end <= len(self.tokens) else None
-        if text is None:
-            return
-        whole = end // self.page
-        for name, table in self._tables(lease).items():
-            low = 0 if self.pools[name].component is ComponentKind.FULL else max(0, end - self.window) // self.page
-            for i in range(low, whole):
-                self._check(name, table[i], self._content(text, i), f"page {i}")
-        for name in self.states if state and end else ():
-            self._check(name, int(lease.states[0]), self._content(text, whole - 1), "state")
+        slot = int(lease.states[0]) if state and text and len(lease.states) else -1
+        try:
+            self.books.verify(self._task(lease, text, len(text), slot))
+        except BadBytes:
+            if self.world.failures == self.failures:
+                raise
+            raise LoadFailed(0) from None  # the batch has failed since the grant, of which the lease is just being told
 
-    def _check(self, pool: str, slot: int, content: bytes, what: str) -> None:
-        self.world.report.verified += 1
-        if slot < 0:
-            raise WrongBytes(f"{pool} {what} has no slot")
-        for layer in range(self._layers(pool)):
-            row = bytes(self.cache.pools[pool].layer(layer)[slot].tolist())
-            if row == bytes([BAD]) * len(row) and self.world.failures > self.failures:
-                raise LoadFailed(0)  # the batch has failed since the lease was granted, of which it is just being told
-            if row != _row(content, pool, layer, len(row)):
-                raise WrongBytes(f"{pool} {what}, slot {slot}, layer {layer}: {row[:8].hex()} is not what was computed")
+    def leave(self, lease: Lease) -> None:
+        """Sometimes the pages of who was served are still read when they are released: by the engine's stream, or, of
+        the request's own pages, by a stream that nothing orders with the engine's."""
+        ended, event = self.random.random() < 0.3, None
+        if self.served and self.random.random() < 0.5:
+            elsewhere = self.random.random() < 0.5
+            task = self._task(lease, (), lease._core.length if elsewhere else 0)
+            before = self.books.snapshot(task)
 
-    def _after(self, lease: Lease) -> SimulatedGate | None:
-        """Sometimes the pages are still read when they are released: by the engine's stream, or, of the request's own
-        pages, by a stream that nothing orders with the engine's."""
-        if self.random.random() < 0.5:
-            return None
-        elsewhere = self.random.random() < 0.5
-        first = lease._core.length // self.page if elsewhere else 0
-        places = [(name, slot) for name, table in self._tables(lease).items() for slot in table[first:] if slot >= 0]
-        before = {place: self._read(*place) for place in places}
+            def work() -> None:
+                if self.books.snapshot(task) != before:
+                    raise WrongBytes("a page was overwritten while the engine still read it")
 
-        def work() -> None:
-            for (name, slot), bytes_then in before.items():
-                if self._read(name, slot) != bytes_then:
-                    raise WrongBytes(f"{name} slot {slot} was overwritten while the engine still read it")
-
-        return self.world.elsewhere(work) if elsewhere else self.world.later(work)
-
-    def _read(self, pool: str, slot: int) -> bytes:
-        return b"".join(bytes(self.cache.pools[pool].layer(i)[slot].tolist()) for i in range(self._layers(pool)))
-
-
-def _row(content: bytes, pool: str, layer: int, size: int) -> bytes:
-    seed = sha256(content + f"{pool}/{layer}".encode()).digest()
-    return (seed * (size // len(seed) + 1))[:size]
+            event = self.world.elsewhere(work) if elsewhere else self.world.later(work)
+        lease.release(ended=ended, after=event)
 
 
 def _nothing() -> None:

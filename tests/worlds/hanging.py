@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -30,10 +29,10 @@ from asynccache.storage import Breaker, CheckedStore
 from asynccache.storage.checked import store_layout
 from asynccache.worker import Topology
 from tests.group import random_worlds
-from tests.group.group_kit import PAGE
 from tests.shim import shim_rank_world
 from tests.simulated import world
-from tests.simulated.backend import Hang, SimulatedBackend
+from tests.simulated.backend import Hang, Hostility, SimulatedBackend
+from tests.simulated.drawn import PAGE, Climate
 from tests.simulated.leading import leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 from tests.simulated.patience import FOREVER, Patience
@@ -121,6 +120,12 @@ class Hanging:
             self.answer()
             await asyncio.sleep(1.0)
 
+    async def during(self, work: Awaitable[None], answer: bool = True) -> None:
+        """Do ``work``, in which nobody may wait for too long."""
+        async with self.hang(answer):
+            await work
+            self._patience.check()
+
     def _begin(self) -> None:
         self._patience.grows = lambda: None
         for store in self.stores:
@@ -149,21 +154,25 @@ def alone(seed: int) -> Report:
     climate, only = _climate(seed, random)
 
     async def main(loop: SimulatedLoop) -> Report:
-        made = _World(loop, seed, climate, only, random)
+        made = _World(loop, climate, only, random)
         with made.patience.watching():
-            await made.run()
-        return made.told()
+            report = await made.run()
+        return Report("alone", report.met, made.hanging.hung, made.patience.longest)
 
     with leading(seed) if climate.leads else nullcontext():
-        return simulate(main, seed, order=climate.order)
+        return simulate(main, seed, order=order(seed))
 
 
-def _climate(seed: int, random: Random) -> tuple[world.Climate, str]:
-    """A climate of ``tests.simulated.world`` with a host, and with settings that say how long is waited. Half of them
+def quick(hostility: Mapping[int, Hostility]) -> dict[int, Hostility]:
+    return {rank: replace(one, delay=min(one.delay, 0.005)) for rank, one in hostility.items()}
+
+
+def _climate(seed: int, random: Random) -> tuple[Climate, str]:
+    """A climate of ``tests.simulated.world`` with a store, and with settings that say how long is waited. Half of them
     have a small host, which calls that hang soon take whole, and few requests at a time, which leave room to grow; the
     verb of these calls is returned, too."""
     drawn = (world.draw_climate(seed + number * 2**32) for number in range(100))
-    climate = next(climate for climate in drawn if climate.config.pools()[0].host_pages)
+    climate = next(climate for climate in drawn if climate.config.stores)
     config, only, concurrency = climate.config, random.choice(("", "", "put", "get")), random.randint(2, 10)
     config = structs.replace(
         config, prefetch_timeout_base=random.choice((0.05, 1.0)), prefetch_timeout_per_1k=random.choice((0.25, 20.0)),
@@ -179,68 +188,52 @@ def _climate(seed: int, random: Random) -> tuple[world.Climate, str]:
             backup_quota=1.0,
         )  # fmt: skip
         concurrency = random.randint(1, 3)
-    climate = replace(
-        climate, config=config, hostility=replace(climate.hostility, delay=min(climate.hostility.delay, 0.005)),
-        disturb=random.random() < 0.6, requests=random.randint(8, 24), concurrency=concurrency,
+    climate = climate._replace(
+        config=config, hostility=quick(climate.hostility), disturb=random.choice((0.0, 0.3, 0.3)),
+        requests=random.randint(8, 24), concurrency=concurrency,
     )  # fmt: skip
     return climate, only
 
 
-class _World(world._World):
+class _World(world.World):
     """``closes``: its second life ends while the stores hang."""
 
-    def __init__(self, loop: SimulatedLoop, seed: int, climate: world.Climate, only: str, random: Random) -> None:
-        super().__init__(loop, seed, climate, {})
-        config = climate.config
-        self.hangs = partial(draw_hangs, random, config.prefetch_policy, only)
-        self.stores: list[SimulatedBackend] = []
-        timeout = random.choice((2.0, 30.0))
-        self.options = {"timeout": str(timeout), "slow": random.choice(("0", "1", "10"))}
-        assert self.guests is not None
-        self.backend = self._store("backend")
-        self.guests.backends = {name: self._store(name) for name in self.guests.backends}
-        self.guests.options = self.options
+    def __init__(self, loop: SimulatedLoop, climate: Climate, only: str, random: Random) -> None:
+        super().__init__(loop, climate)
+        config, timeout, slow = climate.config, random.choice((2.0, 30.0)), random.choice(("0", "1", "10"))
+        self.guest_options = {"timeout": str(timeout), "slow": slow}
+        for one in self.stores.values():
+            one.hangs = draw_hangs(random, config.prefetch_policy, only)
         self.store = CheckedStore(
-            self.backend, store_layout(config.pools()), threads=0, timeout=timeout, slow=float(self.options["slow"]),
+            self.stores["backend"], store_layout(config.pools()), threads=0, timeout=timeout, slow=float(slow),
             breaker=Breaker(threshold=random.choice((1, 5, 1000))),
         )  # fmt: skip
         self.closes = random.random() < 0.3
         self.lives = self.prompts = 0
         self.background: list[asyncio.Task[None]] = []
-        self.patience = patience([store.hangs for store in self.stores], timeout)
+        self.patience = patience([store.hangs for store in self.stores.values()], timeout)
         self.hanging = Hanging(random, self.patience)
-        self.hanging.stores += self.stores
+        self.hanging.stores += self.stores.values()
 
-    def _store(self, name: str) -> SimulatedBackend:
-        store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), self.climate.hostility)
-        store.hangs = self.hangs()
-        self.stores.append(store)
-        return store
+    def make(self, **more: Any) -> AsyncCache:
+        return AsyncCache(structs.replace(self.climate.config, storage=None), device=self.device, storage=self.store)
 
-    def _cache(self) -> AsyncCache:
-        return AsyncCache(self.climate.config, device=self.device, storage=self.store)
-
-    def _request(self, random: Random) -> world.Request:
+    def request(self, random: Random) -> world.Request:
         return _Request(self, random)
 
-    def told(self) -> Report:
-        return Report("alone", self.report.ends + self.report.hits, self.hanging.hung, self.patience.longest)
-
-    async def _live(self) -> None:
+    async def live(self) -> None:
         self.lives += 1
         if self.lives == 2 and self.closes:
             await self._close_while_they_hang()
         else:
-            await super()._live()
+            await super().live()
         if self.lives == 2:
             await self.store.aclose()
 
     async def _close_while_they_hang(self) -> None:
-        self.cache = self._cache()
+        self.cache = self.make()
         await self.cache.__aenter__()
-        async with self.hanging.hang(answer=False):
-            await super()._requests()
-            self.patience.check()
+        await self.hanging.during(super().requests(self.climate.requests), answer=False)
         deadline, before = self.random.choice((0.0, 1.0, 5.0)), self.loop.time()
         with suppress(BackendError):
             await self.cache.aclose(deadline)
@@ -250,10 +243,8 @@ class _World(world._World):
         await asyncio.sleep(1.0)
         await self._background_ends()
 
-    async def _requests(self) -> None:
-        async with self.hanging.hang():
-            await super()._requests()
-            self.patience.check()
+    async def requests(self, count: int) -> None:
+        await self.hanging.during(super().requests(count))
         await self._background_ends()
 
     async def _background_ends(self) -> None:
@@ -267,21 +258,14 @@ class _World(world._World):
 
     # what they do
 
-    def prompt(self, random: Random) -> list[int]:
-        """A prompt of ``tests.simulated.world``, or one that nobody has asked for yet."""
-        prompt = super().prompt(random)
-        if random.random() < 0.4:
-            self.prompts += 1
-            prompt[0] = 1000 + self.prompts
-        return prompt
-
-    async def _disturb(self) -> None:
+    async def disturb(self) -> None:
         """Do what an embedder may do at any time, and do not wait for it: it may hang with a store."""
         cache, random = self.cache, self.random
-        namespace, prompt = random.choice((None, "tenant")), self.prompt(random)
+        namespace, prompt = random.choice((None, "tenant")), random.choice(self.said)[1] or [0]
         work: Callable[[], Coroutine[Any, Any, Any]] = random.choice((
             lambda: cache.invalidate(namespace), lambda: self._flush(random.choice((0.0, 0.5, 5.0))), cache.reset,
             lambda: cache.keep(prompt, ttl=0.02), lambda: cache.match(prompt), lambda: self._give_up_a_prefetch(prompt),
+            lambda: self._guest(random), lambda: self._guest(random),
         ))  # fmt: skip
         self.background.append(self.loop.create_task(self._tolerant(work()), name="disturbance"))
 
@@ -297,27 +281,27 @@ class _World(world._World):
         took = self.loop.time() - before
         assert took <= timeout + 0.1, f"flush({timeout}) took {took:.1f} s"
 
-    async def _give_up_a_prefetch(self, prompt: list[int]) -> None:
-        handle = self.cache.prefetch(prompt)
-        await asyncio.sleep(self.random.random() * 0.02)
-        handle.cancel()
-        await handle
-
 
 class _Request(world.Request):
-    """One that takes its time, and grows with patience."""
+    """One that takes its time, and grows with patience. Nobody has asked for some of their prompts yet."""
 
     grows = 0.7
 
+    def __init__(self, owner: _World, random: Random) -> None:
+        super().__init__(owner, random)
+        if random.random() < 0.4:
+            owner.prompts += 1
+            self.prompt[0] = 1000 + owner.prompts
+
     async def _extend(self, lease: Lease) -> None:
         try:
-            await lease.extend(self.random.randint(1, 3 * self.page), wait=self.random.random() < 0.8)
+            await lease.extend(self.random.randint(1, 3 * PAGE), wait=self.random.random() < 0.8)
         except CacheFull:
-            self.world.report.ends["extend full"] += 1
+            self.met["extend full"] += 1
 
-    async def _compute(self, lease: Lease, text: Sequence[int], start: int, end: int) -> None:
+    async def _compute(self, lease: Lease, text: Sequence[int], start: int) -> None:
         await asyncio.sleep(self.random.choice((0.0, 0.002, 0.02)))
-        await super()._compute(lease, text, start, end)
+        await super()._compute(lease, text, start)
 
 
 # the scheduler
@@ -355,9 +339,7 @@ class _Scheduling(shim_rank_world.World):
         return devices, backends
 
     async def callers(self) -> None:
-        async with self.hanging.hang():
-            await super().callers()
-            self.patience.check()
+        await self.hanging.during(super().callers())
 
     async def _one(self, ask: shim_rank_world.Ask) -> None:
         before, busy = self.loop.time(), self.patience.busy()
@@ -379,9 +361,10 @@ def ranks(seed: int) -> Report:
     drawn = (random_worlds.draw(seed + number * 2**32) for number in range(100))
     climate = next(climate for climate in drawn if climate.config.stores)
     hangs = {rank: draw_hangs(random, climate.config.prefetch_policy) for rank in range(climate.topology.ranks)}
-    hostility = {rank: replace(one, delay=min(one.delay, 0.005)) for rank, one in climate.hostility.items()}
-    climate = climate._replace(hostility=hostility, calm=False, fate="", disturb=0.0, requests=random.randint(4, 8),
-                               concurrency=random.randint(2, 4))
+    climate = climate._replace(
+        hostility=quick(climate.hostility), calm=False, fate="", disturb=0.0, requests=random.randint(4, 8),
+        concurrency=random.randint(2, 4),
+    )  # fmt: skip
 
     async def main(loop: SimulatedLoop) -> Report:
         made = _Ranks(loop, climate, hangs, random)
@@ -397,7 +380,7 @@ class _Ranks(random_worlds.RandomWorld):
     """A store of any rank may hang."""
 
     def __init__(
-        self, loop: SimulatedLoop, climate: random_worlds.Climate, hangs: Mapping[int, Sequence[Hang]], random: Random
+        self, loop: SimulatedLoop, climate: Climate, hangs: Mapping[int, Sequence[Hang]], random: Random
     ) -> None:
         super().__init__(loop, climate)
         for rank, store in self.world.backends.items():
@@ -406,12 +389,10 @@ class _Ranks(random_worlds.RandomWorld):
         self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.world.backends.values()
 
-    async def _requests(self) -> None:
-        async with self.hanging.hang():
-            await super()._requests()
-            self.patience.check()
+    async def _all_requests(self) -> None:
+        await self.hanging.during(super()._all_requests())
 
-    def _request(self, random: Random) -> random_worlds.Request:
+    def request(self, random: Random) -> random_worlds.Request:
         return _RanksRequest(self, random)
 
 

@@ -122,15 +122,6 @@ def test_an_executor_call_happens_later_or_not_at_all_if_it_was_cancelled_before
     assert ends == {(False, False), (False, True), (True, True)}
 
 
-def test_an_executor_hands_back_results_and_errors() -> None:
-    async def calls(loop: SimulatedLoop) -> str:
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.to_thread(divmod, 1, 0)
-        return await asyncio.to_thread(str, 5)
-
-    assert simulate(calls, 2) == "5"
-
-
 @pytest.mark.parametrize("strike", Strike)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_cancel_at_hits_the_nth_await(n: int, strike: Strike) -> None:
@@ -166,20 +157,6 @@ def test_a_racing_cancellation_loses_a_result_that_was_there() -> None:
 
 async def _wait_for(future: asyncio.Future[None]) -> None:
     await future
-
-
-def test_timeouts_and_task_groups_work_in_virtual_time() -> None:
-    async def world(loop: SimulatedLoop) -> float:
-        with pytest.raises(TimeoutError):
-            await bounded()
-        return loop.time()
-
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(asyncio.sleep(1000))
-
-    assert simulate(world, 9) == pytest.approx(30, abs=0.01)
 
 
 def test_a_second_thread_is_an_error() -> None:
