@@ -6,18 +6,17 @@ import copy
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from asynccache.core.eviction import Order, Recency, withdraw
-from asynccache.core.match import Matches
+from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Status
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root, walk
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import broken_laws, granted, insert, reach, resized, runtime, saved, take, take_beside_full
+from tests.core.core_kit import granted, insert, reach, resized, runtime, saved, take, take_beside_full
 from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
@@ -402,7 +401,7 @@ def narrow(swa: int, states: int = 16, components: str = "full,swa", window: int
     return SynchronousRuntime(resized(config, SWA, device=swa))
 
 
-def short_windows() -> None:
+def test_of_windows_that_are_short_those_of_ends_stay() -> None:
     """Of two prompts of eight pages, ends need two each; the other twelve are given up."""
     run = narrow(swa=16)
     run.insert("abcdefgh")
@@ -411,8 +410,7 @@ def short_windows() -> None:
     assert reach(run, "abcdefgh", OTHER) == [8, 8]
 
 
-def an_end_that_somebody_went_on_from() -> None:
-    """Its window goes before an older one that nobody went on from."""
+def test_an_end_that_somebody_went_on_from_goes_before_an_older_one() -> None:
     run = narrow(swa=24)
     run.insert(OTHER)
     insert(run, "abcdefgh", "abcdefghijklmnop")
@@ -420,7 +418,7 @@ def an_end_that_somebody_went_on_from() -> None:
     assert reach(run, OTHER, "abcdefghijklmnop") == [8, 16]
 
 
-def a_fork() -> None:
+def test_a_fork_is_an_end_and_is_used_with_the_second_text() -> None:
     """What texts have in common ends where they fork. It is used with the second, so after the end of the first."""
     texts = "abcdefghijkl", "abcdefgh" + OTHER[:4]
     for swa, left in ((18, [8, 12, 12]), (19, [8, 8, 12])):
@@ -430,8 +428,7 @@ def a_fork() -> None:
         assert reach(run, "abcdefghX", *texts) == left
 
 
-def the_deeper_is_not_the_colder() -> None:
-    """Of a window that lies in several nodes, the last one is the last to go."""
+def test_of_a_window_in_several_nodes_the_last_one_is_the_last_to_go() -> None:
     run = narrow(swa=8, window=4)
     insert(run, "abcdef", "abcdefgh")
     take_beside_full(run, swa=2)
@@ -441,72 +438,10 @@ def the_deeper_is_not_the_colder() -> None:
     assert [node.state[1] for node in path] == [ABSENT, ABSENT, PRESENT]
 
 
-def states_of_ends() -> None:
-    """A state that somebody went on from goes before an older one at the end of a conversation."""
+def test_a_state_that_somebody_went_on_from_goes_before_an_older_one_at_an_end() -> None:
     run = narrow(swa=64, states=6, components="full,mamba")
     run.insert(OTHER, checkpoint=8, states=2)
     run.insert("abcd", checkpoint=4, states=2)
     run.insert("abcdefgh", checkpoint=8, states=2)
     take_beside_full(run, states=4)
     assert reach(run, OTHER, "abcdefgh", "abcdX") == [8, 8, 0]
-
-
-LAWS = (short_windows, an_end_that_somebody_went_on_from, a_fork,
-        the_deeper_is_not_the_colder, states_of_ends)  # fmt: skip
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_what_no_likely_end_needs_goes_first(law: Callable[[], None]) -> None:
-    law()
-
-
-def new_cells_count_as_used(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recency, "idle", Recency.touch)
-
-
-def ends_are_not_told_when_a_request_is_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Matches, "leave", lambda matches, node, begin: None)
-
-
-def what_is_gone_on_from_stays_an_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(World, "set_idle", lambda world, node, c: True)
-
-
-def forks_are_no_ends(patch: pytest.MonkeyPatch) -> None:
-    set_idle = World.set_idle
-
-    def everywhere(matches: Matches, node: Node, begin: int) -> None:
-        above: Node | None = matches._touch_end(node, node.end)
-        while above is not None and above.parent is not None:
-            for c in range(1, len(node.stamp)):
-                set_idle(matches._world, above, c)
-            above = above.parent
-
-    patch.setattr(Matches, "leave", everywhere)
-
-
-def the_end_is_stamped_first(patch: pytest.MonkeyPatch) -> None:
-    touch_end = Matches._touch_end
-
-    def end_first(matches: Matches, node: Node, end: int) -> Node:
-        above = touch_end(matches, node, end)
-        while node is not above:
-            matches._world.recency.touch(node, 1)
-            node = node.parent  # type: ignore[assignment]
-        return above
-
-    patch.setattr(Matches, "_touch_end", end_first)
-
-
-RULES = (new_cells_count_as_used, ends_are_not_told_when_a_request_is_over, what_is_gone_on_from_stays_an_end,
-         forks_are_no_ends, the_end_is_stamped_first)  # fmt: skip
-
-
-@pytest.mark.source
-@pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.usefixtures("breaks_a_core")
-def test_a_rule_that_is_left_out_is_noticed(
-    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
-    assert broken_laws(LAWS)

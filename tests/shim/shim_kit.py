@@ -75,6 +75,15 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
     return out[len(tokens):]
 
 
+def plain(batch: Batch) -> Any:
+    """What a model reads of it."""
+    return batch.ended, [
+        (w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
+         w.states.tolist(), w.checkpoint, w.sample, w.sampling)
+        for w in batch.chunks
+    ]  # fmt: skip
+
+
 class PatternModel:
     """A model that verifies the bytes that it reads, writes its own, and keeps nothing between steps but counters."""
 

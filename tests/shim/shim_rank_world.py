@@ -27,7 +27,7 @@ from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
 from asynccache.worker import Topology
 from asynccache.worker.local import Storage
-from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation
+from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation, plain
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.links import SimulatedGroup
@@ -78,18 +78,10 @@ class ShardModel(PatternModel):
         self.fails: Callable[[int], bool] = lambda _: False
 
     def forward(self, batch: Batch) -> list[int]:
-        self.handed.append(_plain(batch))
+        self.handed.append(plain(batch))
         if self.fails(len(self.handed) - 1):
             raise OSError("out of memory")
         return super().forward(batch)
-
-
-def _plain(batch: Batch) -> Any:
-    return batch.ended, [
-        (w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
-         w.states.tolist(), w.checkpoint, w.sample, w.sampling)
-        for w in batch.chunks
-    ]  # fmt: skip
 
 
 class World:
