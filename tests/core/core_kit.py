@@ -68,7 +68,7 @@ def clear_device(run: SynchronousRuntime) -> None:
     take(run, full, sum(part.device for part in run.config.components if part.kind == MAMBA)).release()
 
 
-def opened(run: SynchronousRuntime, text: str, **options: Any) -> Fetch:
+def opened(run: SynchronousRuntime, text: str = "abcdefgh", **options: Any) -> Fetch:
     """A prefetch that begins."""
     fetch = open_fetch(run, spell(text), **options)
     assert isinstance(fetch, Fetch), fetch
@@ -93,6 +93,13 @@ def insert(run: SynchronousRuntime, *texts: str) -> None:
         run.insert(text)
 
 
+def whole(run: SynchronousRuntime, *texts: str, checkpoint: int | None = None) -> None:
+    """Whole requests; where there are states, each keeps the one after ``checkpoint`` pages, or at its end."""
+    for text in texts:
+        end = len(text) if checkpoint is None else checkpoint
+        run.insert(text, checkpoint=end if MAMBA in run.kinds else 0)
+
+
 def saved(run: SynchronousRuntime, *texts: str) -> None:
     """Whole requests, each of which is backed up and stored before the next one."""
     for text in texts:
@@ -100,12 +107,11 @@ def saved(run: SynchronousRuntime, *texts: str) -> None:
         run.settle()
 
 
-def with_store_of(
-    config: CoreConfig, *texts: str, checkpoint: int = 0, first: CoreConfig | None = None
-) -> SynchronousRuntime:
-    """A fresh process whose store has the texts, which another one (``first``: its settings) has written."""
-    writer = SynchronousRuntime(first or config)
-    for text in texts:
-        writer.insert(text, checkpoint=checkpoint)
+def with_store_of(config: CoreConfig, *texts: str, checkpoint: int | None = None) -> SynchronousRuntime:
+    """A fresh process whose store has the texts, which one with more room has written, and their states at
+    ``checkpoint`` or at their ends."""
+    parts = tuple(replace(part, device=256, host=256) for part in config.components)
+    writer = SynchronousRuntime(replace(config, components=parts))
+    whole(writer, *texts, checkpoint=checkpoint)
     writer.flush()
     return SynchronousRuntime(config, storage=writer.storage)

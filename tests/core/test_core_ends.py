@@ -20,6 +20,7 @@ from tests.core.core_kit import (
     runtime,
     saved,
     take,
+    whole,
     with_store_of,
     written,
 )
@@ -72,7 +73,7 @@ def test_paths_that_the_host_could_never_hold_do_not_take_turns_on_it(components
     run = SynchronousRuntime(core_config(components, host=3, window=64))
     pages_with_a_tail_that_no_host_holds(run)
     if components != "full":
-        run.insert("abc!", checkpoint=4 if "mamba" in components else 0)
+        whole(run, "abc!")
     run.flush()
     assert run.unsaved() == (2, 0)
     assert components != "full" or run.reach("abc!") == run.reach("xyz!") == (4, 4)
@@ -95,7 +96,7 @@ def test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_devi
     config = core_config(components, device=8, host=4, write_policy=write_policy, write_back_watermark=0.5)
     run = SynchronousRuntime(config)
     for text in ("abcd", "wxyz"):
-        run.insert(text, checkpoint=len(text) if "mamba" in components else 0)
+        whole(run, text)
         run.settle()
     assert run.core.world.condemned_pages, "the host's room is taken by what was saved ahead"
     run.flush()
@@ -172,7 +173,7 @@ def test_a_page_that_storage_always_refuses_does_not_stop_the_drain_of_the_other
 
 
 def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off() -> None:
-    run = with_store_of(core_config(host=4), "abcd", first=core_config())
+    run = with_store_of(core_config(host=4), "abcd")
     fetch = opened(run, "abcd")
     assert fetch.take_full(4) == 4
     run.insert("xy")

@@ -12,19 +12,10 @@ from asynccache.core.match import Explanation
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Ghosts, Gone, Node, Root
-from tests.core.core_kit import granted, insert, runtime, saved, take
+from tests.core.core_kit import COMPONENTS, clear_device, granted, insert, runtime, saved, take, take_beside_full, whole
 from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # How far a prompt matches: validity per component, on either tier, after every kind of loss.
-
-
-def off_device(run: SynchronousRuntime, pages: int | None = None) -> None:
-    """Save everything, then push it off the device by a request that needs it all."""
-    run.flush()
-    shelf = run.config.components[0].device
-    states = next((c.device for c in run.config.components if c.kind == 2), 0)
-    big = granted(run, b"", new=(pages or shelf) * run.page, states=states)
-    big.release()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +52,7 @@ def test_a_match_changes_nothing() -> None:
 def test_what_left_the_device_matches_on_the_host() -> None:
     run = runtime(device=8, host=64)
     run.insert("abcdef")
-    off_device(run)
+    clear_device(run)
     found = run.match(spell("abcdefgh"))
     assert found == Match(0, 24, 24, 24, 0, 0)
     assert found.needs_load_back
@@ -116,8 +107,8 @@ def test_swa_and_mamba_must_agree_on_the_end() -> None:
 @pytest.mark.parametrize("components", ["full,swa", "full,mamba", "full,swa,mamba"])
 def test_hit_lengths_say_what_a_load_would_bring(components: str) -> None:
     run = runtime(components, device=16, host=64, window=8)
-    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
-    off_device(run)
+    whole(run, "abcdefgh")
+    clear_device(run)
     found = run.match(spell("abcdefgh"))
     assert (found.device, found.host, found.host_hit_length) == (0, 32, 32)
     assert found.swa_host_hit_length == (8 if "swa" in components else 0)
@@ -129,8 +120,7 @@ def test_mamba_alone_off_the_device_needs_a_load_back() -> None:
     run.insert("abcd", checkpoint=4)
     run.insert("abcdefgh")
     run.flush()
-    big = granted(run, "z", states=4)
-    big.release()
+    take(run, 0, 4).release()
     found = run.match(spell("abcdefgh"))
     assert found == Match(0, 16, 32, 0, 0, 1)
     assert found.needs_load_back
@@ -139,7 +129,7 @@ def test_mamba_alone_off_the_device_needs_a_load_back() -> None:
 def test_pages_on_their_way_to_the_device_match_there() -> None:
     run = runtime(device=8, host=64)
     run.insert("abcdef")
-    off_device(run)
+    clear_device(run)
     loading = granted(run, "abcdefgh")
     assert not loading.ready
     assert run.reach("abcdef") == (6, 6)
@@ -157,9 +147,8 @@ TEXT = "abcdefgh"
 
 def path_with(windows: str, *, on_host: bool = False) -> list[Node]:
     """A path with a node for each page of TEXT, whose SWA is there (1) or not (0)."""
-    run = SynchronousRuntime(core_config("full,swa", device=32, host=32, window=12))
-    for pages in range(1, len(TEXT) + 1):
-        run.insert(TEXT[:pages])
+    run = runtime("full,swa", window=12)
+    insert(run, *(TEXT[:pages] for pages in range(1, len(TEXT) + 1)))
     path, _ = run.core.world.find(next(iter(run.core.world.roots)), spell(TEXT))
     assert [node.end for node in path] == list(range(1, len(TEXT) + 1))
     for node, there in zip(path, windows, strict=True):
@@ -181,12 +170,11 @@ def test_a_match_ends_where_the_window_before_it_is_whole_to_the_page(windows: s
     assert component.longest_end(path_with(windows, on_host=on_host), len(TEXT), on_host) == end
 
 
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+@pytest.mark.parametrize("components", COMPONENTS)
 def test_a_request_is_not_granted_its_whole_prompt_as_a_hit(components: str) -> None:
     """It leaves the last token to be computed, so of a prompt of whole pages it has all but the last page."""
-    run = SynchronousRuntime(core_config(components, device=32, host=32, window=8))
-    for pages in (7, 8):
-        run.insert(TEXT[:pages], checkpoint=pages if "mamba" in components else 0)
+    run = runtime(components)
+    whole(run, TEXT[:7], TEXT)
     for text, cached in ((TEXT, 7), (TEXT + "!", 8)):
         request = granted(run, text)
         assert request.lease.cached == cached * run.page
@@ -201,7 +189,7 @@ FULL, _, MAMBA = ComponentKind
 
 
 def remembering(components: str = "full", **options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, remember=64, **options))
+    return runtime(components, remember=64, **options)
 
 
 def explained(run: SynchronousRuntime, text: str) -> Explanation:
@@ -281,8 +269,7 @@ def test_no_state_ends_a_match() -> None:
 def test_a_hole_in_the_window_ends_a_match() -> None:
     run = remembering("full,swa", device=16, host=0, window=8)
     insert(run, "abcd", "abcdefgh")
-    answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=14 * run.page))
-    run.perform(answer.plan)
+    take_beside_full(run, swa=14)
     found = explained(run, "abcd")
     assert (found.full, found.host, found.ends) == (16, 0, ComponentKind.SWA)
     assert "a window that ends beyond 0 needs what is gone of 8 to 16" in found.why
