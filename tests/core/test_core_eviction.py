@@ -14,9 +14,9 @@ import pytest
 from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Status
 from asynccache.core.room import Cost, Room, RoomMaker
-from asynccache.core.tree import ABSENT, PRESENT, Node, Root, walk
+from asynccache.core.tree import ABSENT, PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import granted, insert, reach, resized, runtime, saved, take, take_beside_full
+from tests.core.core_kit import granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
 from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
@@ -28,15 +28,14 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     insert(run, "abcd", "efgh", "ijkl")
     run.match(spell("abcd"))
     take(run, 4)
-    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl")] == [4, 0, 4]
+    assert reach(run, "abcd", "efgh", "ijkl") == [4, 0, 4]
 
 
 def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
     run = runtime(device=12, host=0)
     insert(run, "abcd", "wxyz", "abcdefgh")
     take(run, 8).release()
-    assert run.reach("abcd")[0] == 4
-    assert run.reach("wxyz")[0] == 0
+    assert reach(run, "abcd", "wxyz") == [4, 0]
 
 
 def test_nothing_is_evicted_in_vain() -> None:
@@ -57,25 +56,23 @@ def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
     run.complete(*run.in_flight(BackupHost))
     run.fail(*run.in_flight(BackupStorage))
     saved(run, "ijklmn")
-    assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [True, True, False]
+    assert on_host_of(run, "abcd", "efgh", "ijklmn") == [True, True, False]
     assert run.core.statistics().evicted_host == 0
     run.flush()
     run.settle()
-    assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [False, False, True]
+    assert on_host_of(run, "abcd", "efgh", "ijklmn") == [False, False, True]
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_can_wait_may_have_a_whole_path_evicted_or_nothing_of_it(stored: bool) -> None:
     run = runtime(device=32, host=8)
-    run.insert("abcd")
-    run.complete(*run.in_flight(BackupHost))
-    run.complete(*run.in_flight(BackupStorage), status=Status.DONE if stored else Status.FAILED)
-    run.insert("abcdefgh")
-    run.complete(*run.in_flight(BackupHost))
-    run.complete(*run.in_flight(BackupStorage))
+    for text, status in (("abcd", Status.DONE if stored else Status.FAILED), ("abcdefgh", Status.DONE)):
+        run.insert(text)
+        run.complete(*run.in_flight(BackupHost))
+        run.complete(*run.in_flight(BackupStorage), status=status)
     run.insert("ijklmn")
     run.complete(*run.in_flight(BackupHost))
-    assert [holds_host(run, text) for text in ("abcd", "abcdefgh", "ijklmn")] == [not stored, not stored, stored]
+    assert on_host_of(run, "abcd", "abcdefgh", "ijklmn") == [not stored, not stored, stored]
 
 
 def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
@@ -99,7 +96,7 @@ def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wa
     wanted.release()
     run.settle()
     saved(run, "mnop")
-    assert [run.reach(text)[0] for text in ("abcd", "efgh", "mnop")] == [cached, 0, 4]
+    assert reach(run, "abcd", "efgh", "mnop") == [cached, 0, 4]
     assert cached >= 3
 
 
@@ -146,7 +143,7 @@ def test_what_is_saved_ahead_keeps_its_copy_until_it_has_left() -> None:
     run = runtime(device=16, host=8, storage=False, write_back_watermark=1.0)
     texts = ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx")
     saved(run, *texts)
-    assert [holds_host(run, text) for text in texts] == [False, False, True, True, False, False]
+    assert on_host_of(run, *texts) == [False, False, True, True, False, False]
     assert sum(len(effect.ops) for effect in run.log if isinstance(effect, BackupHost)) == 4, "each is copied once"
 
 
@@ -206,11 +203,11 @@ def test_who_waits_alone_for_backups_gets_the_room_that_they_make(seed: int) -> 
         texts = [*texts, (start[: draws.randint(0, len(start))] + fresh)[:16]][-12:]
         if draws.random() < 0.3:
             run.perform(run.core.claim(number % 3, SPACE, spell(draws.choice(texts))))
-        request = run.lease(spell(texts[-1]))
         for _ in range(40):
-            if request is None:
-                end_all(run, works)
-                request = run.lease(spell(texts[-1]))
+            request = run.lease(spell(texts[-1]))
+            if request is not None:
+                break
+            end_all(run, works)
         assert request is not None, f"request {number} waits for ever"
         run.complete(*[op for op in request.lease.loads if op in run.jobs])
         request.compute(len(texts[-1]) * run.page)
@@ -228,9 +225,9 @@ def end_all(run: SynchronousRuntime, works: bool) -> None:
         run.complete(op, status=Status.FAILED if fails else Status.DONE)
 
 
-def holds_host(run: SynchronousRuntime, text: str) -> bool:
-    """Whether an event said so and none took it back."""
-    return run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text)))
+def on_host_of(run: SynchronousRuntime, *texts: str) -> list[bool]:
+    """Whether an event said so of each, and none took it back."""
+    return [run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text))) for text in texts]
 
 
 def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
@@ -246,8 +243,7 @@ def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
 
 def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
     run = runtime("full,mamba", host=0, states=5)
-    run.insert("abcd", checkpoint=4)
-    run.insert("abcdefgh", checkpoint=8)
+    whole(run, "abcd", "abcdefgh")
     run.settle()
     take(run, 0, states=4)
     assert run.match(spell("abcd")) == run.match(spell("abcd"))._replace(device=0, full=16)
@@ -256,8 +252,7 @@ def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
 
 def test_evicting_swa_drags_mamba_along() -> None:
     run = runtime("full,swa,mamba", device=12, host=0, window=8)
-    run.insert("abcd", checkpoint=4)
-    run.insert("abcdefgh", checkpoint=8)
+    whole(run, "abcd", "abcdefgh")
     run.settle()
     assert run.reach("abcdX") == (4, 4)
     granted(run, "abcdefghX")
@@ -433,8 +428,7 @@ def test_of_a_window_in_several_nodes_the_last_one_is_the_last_to_go() -> None:
     insert(run, "abcdef", "abcdefgh")
     take_beside_full(run, swa=2)
     take_beside_full(run, swa=1)
-    (root,) = run.core.world.roots.values()
-    path, _ = walk(root, spell("abcdefgh"), 0, 4 * run.page)
+    path, _ = run.core.world.find(SPACE, spell("abcdefgh"))
     assert [node.state[1] for node in path] == [ABSENT, ABSENT, PRESENT]
 
 
