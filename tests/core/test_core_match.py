@@ -18,13 +18,25 @@ from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_con
 # How far a prompt matches: validity per component, on either tier, after every kind of loss.
 
 
-@pytest.mark.parametrize(
-    ("prompt", "pages"), [("abcdef", 6), ("abcdefgh", 6), ("abc", 3), ("abX", 2), ("X", 0), ("", 0), ("bcd", 0)]
-)
-def test_full_matches_whole_pages_from_the_root(prompt: str, pages: int) -> None:
-    run = runtime()
-    run.insert("abcdef")
-    assert run.reach(prompt) == (pages, pages)
+MATCHES: dict[str, tuple[str, list[tuple[str, int]], dict[str, int]]] = {
+    "whole pages from the root": (
+        "full", [("abcdef", 0)], {"abcdef": 6, "abcdefgh": 6, "abc": 3, "abX": 2, "X": 0, "": 0, "bcd": 0}),
+    "all of what is shorter than the window": ("full,swa", [("a", 0)], {"a": 1, "aX": 1}),
+    "a state": ("full,mamba", [("abcdefgh", 5)], {"abcdefgh": 5, "abcdeX": 5, "abcd": 0}),
+    "a state where texts fork": ("full,mamba", [("abcdefgh", 8), ("abcdXYZ", 4)], {"abcdQ": 4}),
+    "a window and a state": ("full,swa,mamba", [("abcdefgh", 6)], {"abcdefgh": 6}),
+    "the last state": ("full,swa,mamba", [("abcdefgh", 6), ("abcdefgh", 8)], {"abcdefgh": 8, "abcdefgX": 6}),
+}  # fmt: skip
+"""Requests, each with the page after which it keeps a state, and how far others match."""
+
+
+@pytest.mark.parametrize("case", MATCHES)
+def test_a_match_ends_where_all_components_are_there(case: str) -> None:
+    components, texts, pages = MATCHES[case]
+    run = runtime(components)
+    for text, checkpoint in texts:
+        run.insert(text, checkpoint=checkpoint)
+    assert {text: run.reach(text) for text in pages} == {text: (reach, reach) for text, reach in pages.items()}
 
 
 def test_a_match_ends_at_a_page_not_at_a_token() -> None:
@@ -58,50 +70,11 @@ def test_what_left_the_device_matches_on_the_host() -> None:
     assert found.needs_load_back
 
 
-# SWA
-
-
-def test_a_prefix_shorter_than_the_window_needs_all_of_itself() -> None:
-    run = runtime("full,swa", window=400)
-    run.insert("abc")
-    assert run.reach("abc") == (3, 3)
-    assert run.reach("abX") == (2, 2)
-
-
 def test_full_says_how_far_full_alone_matched() -> None:
     run = runtime("full,mamba")
     run.insert("abcdefgh", checkpoint=4)
     found = run.match(spell("abcdefgh"))
     assert (found.device, found.host, found.full) == (16, 16, 32)
-
-
-# MAMBA
-
-
-def test_mamba_matches_only_where_a_checkpoint_is() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=5)
-    assert run.reach("abcdefgh") == (5, 5)
-    assert run.reach("abcdeX") == (5, 5)
-    assert run.reach("abcd") == (0, 0)
-
-
-def test_a_checkpoint_at_the_fork_makes_a_shared_prompt_hit() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=8)
-    fork = run.match(spell("abcdXYZ")).full // run.page
-    assert fork == 4
-    run.insert("abcdXYZ", checkpoint=fork)
-    assert run.reach("abcdQ") == (4, 4)
-
-
-def test_swa_and_mamba_must_agree_on_the_end() -> None:
-    run = runtime("full,swa,mamba", window=8)
-    run.insert("abcdefgh", checkpoint=6)
-    assert run.reach("abcdefgh") == (6, 6)
-    run.insert("abcdefgh", checkpoint=8)
-    assert run.reach("abcdefgh") == (8, 8)
-    assert run.reach("abcdefgX") == (6, 6)
 
 
 @pytest.mark.parametrize("components", ["full,swa", "full,mamba", "full,swa,mamba"])

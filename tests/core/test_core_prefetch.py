@@ -120,12 +120,31 @@ def test_usable_end_takes_no_more_steps_for_a_million_tokens_than_for_a_thousand
 # the way back
 
 
-@pytest.mark.parametrize("components", COMPONENTS)
-def test_a_fresh_process_reads_the_whole_path_back(components: str) -> None:
-    run = stored(components=components)
-    assert opened(run).finish() == 32
-    assert run.reach(TEXT) == (0, 8)
-    read_back(run, TEXT, 8).release()
+FETCHED: dict[str, tuple[str, dict[str, int], int | None, tuple[int, ...], set[tuple[int, int]], int, list[int]]] = {
+    "pages": ("full", {}, None, (), set(), 8, [8]),
+    "windows": ("full,swa", {}, None, (), set(), 8, [8, 3]),
+    "states": ("full,mamba", {}, None, (), set(), 8, [8, 1]),
+    "all of it": ("full,swa,mamba", {}, None, (), set(), 8, [8, 3, 1]),
+    "a page that cannot be read": ("full", {}, None, (), {(FULL, 5)}, 5, [5]),
+    "a host that is short": ("full", {"host": 5}, None, (), set(), 5, [5]),
+    "no more than a window": ("full,swa", {}, None, (0, 1, 2, 3, 4), set(), 8, [8, 3]),
+    "a page of the window that cannot be read": ("full,swa", {}, None, (), {(SWA, 6)}, 6, [6, 3]),
+    "the last state": ("full,mamba", {}, 5, (), set(), 5, [5, 1]),
+}  # fmt: skip
+"""Components and options; where the state is that storage has, which pages of SWA it has lost, which it has and does not
+give; how many pages come back, and the slots that they take on the host."""
+
+
+@pytest.mark.parametrize("case", FETCHED)
+def test_a_fresh_process_reads_back_what_is_whole(case: str) -> None:
+    components, options, checkpoint, missing, unreadable, pages, taken = FETCHED[case]
+    run = with_store_of(core_config(components, **({"window": 12} | options)), TEXT, checkpoint=checkpoint)
+    lose(run, missing)
+    before = host_free(run)
+    assert opened(run, unreadable=unreadable).finish() == pages * run.page
+    assert [had - left for had, left in zip(before, host_free(run), strict=True)] == taken
+    assert run.reach(TEXT) == (0, pages)
+    read_back(run, TEXT, pages).release()
 
 
 def test_what_came_from_storage_is_not_written_there_again() -> None:
@@ -178,18 +197,6 @@ def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> Non
     assert run.ended[second.op] is Status.DONE
     assert host_free(run) == [before[0] - 8, before[1] - 2, before[2] - 1]
     read_back(run, TEXT, 8).release()
-
-
-def test_an_unreadable_page_ends_it_before_that_page() -> None:
-    run = stored()
-    assert opened(run, unreadable={(FULL, 5)}).finish() == 20
-    read_back(run, TEXT, 5).release()
-
-
-def test_a_short_host_ends_it_where_the_host_does() -> None:
-    run = stored(host=5)
-    assert opened(run).finish() == 20
-    read_back(run, TEXT, 5).release()
 
 
 # the anchor
@@ -247,12 +254,6 @@ def test_a_commit_waits_for_backups_on_its_way() -> None:
 # SWA: the whole window or nothing
 
 
-def swa_store(missing: tuple[int, ...] = (), window: int = 12) -> SynchronousRuntime:
-    run = stored(TEXT, "full,swa", window=window)
-    lose(run, missing)
-    return run
-
-
 def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
     """The store does not have SWA of these pages of TEXT any more."""
     chain = run.chain(SPACE, spell(TEXT))
@@ -260,33 +261,18 @@ def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
         del run.storage[SWA, chain[page]]
 
 
-def test_swa_the_whole_window() -> None:
-    run = swa_store(missing=(0, 1, 2, 3, 4))
-    before = host_free(run)
-    assert opened(run).finish() == 32
-    assert host_free(run) == [before[0] - 8, before[1] - 3]
-    read_back(run, TEXT, 8).release()
-
-
 @pytest.mark.parametrize("page", [4, 5, 6])
 def test_swa_one_page_short(page: int) -> None:
-    run = swa_store(missing=tuple({0, 1, 2, 3, 7, page}))
+    run = stored(components="full,swa", window=12)
+    lose(run, tuple({0, 1, 2, 3, 7, page}))
     before = host_free(run)
     assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
 
 
-def test_swa_one_page_unreadable_after_it_was_seen() -> None:
-    run = swa_store()
-    before = host_free(run)
-    assert opened(run, unreadable={(SWA, 6)}).finish() == 24
-    assert host_free(run) == [before[0] - 6, before[1] - 3]
-    read_back(run, TEXT, 6).release()
-
-
 def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
     """Also where a part of the window that it would complete is on the device alone."""
-    run = swa_store(window=16)
+    run = stored(components="full,swa", window=16)
     saved(run, "abcd")
     (node,) = run.core.world.roots[SPACE].children.values()  # type: ignore[union-attr]
     run.core.world.vacate(node, SWA + run.core.world.count)
@@ -306,12 +292,6 @@ def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> Non
 
 
 # MAMBA
-
-
-def test_mamba_needs_the_state_at_its_end() -> None:
-    run = with_store_of(core_config("full,mamba"), TEXT, checkpoint=5)
-    assert opened(run).finish() == 20
-    read_back(run, TEXT, 5).release()
 
 
 def test_the_host_short_of_states_takes_none() -> None:
