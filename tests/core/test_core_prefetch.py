@@ -131,7 +131,7 @@ FETCHED: dict[str, tuple[str, dict[str, int], int | None, tuple[int, ...], set[t
     "a page of the window that cannot be read": ("full,swa", {}, None, (), {(SWA, 6)}, 6, [6, 3]),
     "the last state": ("full,mamba", {}, 5, (), set(), 5, [5, 1]),
 }  # fmt: skip
-"""Components and options; where the state is that storage has, which pages of SWA it has lost, which it has and does not
+"""Components and options; where the state is that storage has, which pages of SWA it has lost, which pages it does not
 give; how many pages come back, and the slots that they take on the host."""
 
 
