@@ -106,11 +106,14 @@ def kept(served: Served) -> list[int]:
     return [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
 
 
-async def test_states_are_kept_where_chunks_end() -> None:
+async def test_states_are_kept_where_chunks_end_and_now_and_then_while_decoding() -> None:
     async with serving(config(64, mamba=16), step_tokens=16, max_running=4) as served:
         await served.answer(text(12), 2)
         assert kept(served) == [16, 32, 44, 48]
         assert hits(await served.answer([*text(9), 1, 2, 3], 2)).device == 32
+    async with serving(config(64, mamba=16), checkpoint_every=20) as served:
+        await served.answer(text(3), 80)
+        assert kept(served) == [8, 12, 32, 52, 72]
 
 
 async def test_a_long_output_holds_one_window() -> None:
@@ -120,12 +123,6 @@ async def test_a_long_output_holds_one_window() -> None:
         present = [int((w.swa_pages >= 0).sum()) for b in served.model.batches for w in b.chunks]
         assert max(present) <= 8
         assert max(present[50:]) <= 3 + 2 + 1
-
-
-async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
-    async with serving(config(64, mamba=16), checkpoint_every=20) as served:
-        await served.answer(text(3), 80)
-        assert kept(served) == [8, 12, 32, 52, 72]
 
 
 async def test_what_two_computed_at_once_is_kept_once() -> None:

@@ -232,13 +232,11 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
 async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_come(asked_at_once: bool) -> None:
     """A worker that cannot go on tells its engine, which does not wait for the head to hear of it and to answer."""
     async with opened() as worker:
-        local = worker.server.local
-        assert local is not None
 
         def refuse(*_: object) -> None:
             raise OSError("the driver is gone")
 
-        local.mover.load = refuse  # type: ignore[method-assign, assignment]
+        worker.mover.load = refuse  # type: ignore[method-assign, assignment]
         batch = worker.loaded(1)
         for turns in range(0 if asked_at_once else 5):
             await asyncio.sleep(0)
@@ -452,34 +450,25 @@ perform, send_batch = ORDERS["perform"].message, ORDERS["send_batch"].message
 
 
 class Opened:
-    """A worker that is open, and what it has told its head. ``loaders``: the threads in which loads were submitted."""
+    """A worker that is open, and what it has told its head."""
 
     def __init__(self, device: CpuDevice) -> None:
         self.told: list[Message] = []
-        self.heard = asyncio.Event()
         self.stream = device.stream("engine")
-        self.server = RankServer(0, Topology(), EmbedderParts(device), None, self.tell)
+        self.server = RankServer(0, Topology(), EmbedderParts(device), None, self.told.append)
         self.face = self.server.worker
-        self.loaders: set[int] = set()
 
-    def tell(self, message: Message) -> None:
-        self.told.append(message)
-        self.heard.set()
+    @property
+    def mover(self) -> Mover:
+        assert self.server.local is not None
+        return self.server.local.mover
 
     async def open(self) -> None:
         self.server.take(ORDERS["open"].message(1, CONFIG, False))
-        await asyncio.wait_for(self.heard.wait(), 30)
+        await until(lambda: bool(self.told))
         assert type(self.told[0]) is ORDERS["open"].answer, self.told
-        assert self.server.local is not None
-        mover = self.server.local.mover
-        mover.host_pools["full"].memory[:] = bytes([7]) * len(mover.host_pools["full"].memory)
-        load = mover.load
-
-        def noted(*order):  # type: ignore[no-untyped-def]
-            self.loaders.add(threading.get_ident())
-            return load(*order)
-
-        mover.load = noted  # type: ignore[method-assign]
+        memory = self.mover.host_pools["full"].memory
+        memory[:] = bytes([7]) * len(memory)
 
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
@@ -520,6 +509,13 @@ async def beside(call: Callable[[], T]) -> T:
 
 async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_there() -> None:
     async with opened() as worker:
+        load, loaders = worker.mover.load, set[int]()
+
+        def noted(*order: Any) -> Any:
+            loaders.add(threading.get_ident())
+            return load(*order)
+
+        worker.mover.load = noted  # type: ignore[method-assign, assignment]
         batch = worker.loaded(1)
         asked = threading.Event()
 
@@ -535,7 +531,7 @@ async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_the
         running = asyncio.get_running_loop().run_in_executor(None, engine)
         assert asked.wait(30)  # the loop stands still while the thread asks
         assert await running == [{7}] * LAYERS
-        assert worker.loaders == {threading.get_ident()}
+        assert loaders == {threading.get_ident()}
 
 
 async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_waited_for_it() -> None:
