@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from asynccache.core.cache import Grant
-from asynccache.core.plan import More
+from asynccache.core.plan import BackupHost, More
 from asynccache.core.settings import CoreConfig
 from tests.simulated.fetching import Fetch, open_fetch
 from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
@@ -98,6 +98,13 @@ def whole(run: SynchronousRuntime, *texts: str, checkpoint: int | None = None) -
     for text in texts:
         end = len(text) if checkpoint is None else checkpoint
         run.insert(text, checkpoint=end if MAMBA in run.kinds else 0)
+
+
+def copied(run: SynchronousRuntime, *texts: str) -> None:
+    """Whole requests, each of which the host has a copy of, which storage is to take."""
+    for text in texts:
+        run.insert(text)
+        run.complete(*run.in_flight(BackupHost))
 
 
 def saved(run: SynchronousRuntime, *texts: str) -> None:

@@ -206,8 +206,7 @@ def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
 @pytest.mark.parametrize("text", ["abcde", "abcdefghijklmno"])
 def test_of_what_fits_the_host_only_in_parts_the_window_is_saved(text: str) -> None:
     run = SynchronousRuntime(resized(core_config("full,swa", window=12), SWA, host=3))
-    run.insert(text)
-    run.settle()
+    saved(run, text)
     assert run.core.statistics().host[SWA].free == 0, "a window has three pages, and so many the host holds"
     take(run, 64).release()
     assert run.reach(text) == (0, len(text))

@@ -16,7 +16,7 @@ from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Sta
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
+from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
 from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
@@ -52,8 +52,7 @@ def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
     again, for ever."""
     run = runtime(device=32, host=8)
     saved(run, "abcd")
-    run.insert("efgh")
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, "efgh")
     run.fail(*run.in_flight(BackupStorage))
     saved(run, "ijklmn")
     assert on_host_of(run, "abcd", "efgh", "ijklmn") == [True, True, False]
@@ -67,11 +66,9 @@ def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
 def test_what_can_wait_may_have_a_whole_path_evicted_or_nothing_of_it(stored: bool) -> None:
     run = runtime(device=32, host=8)
     for text, status in (("abcd", Status.DONE if stored else Status.FAILED), ("abcdefgh", Status.DONE)):
-        run.insert(text)
-        run.complete(*run.in_flight(BackupHost))
+        copied(run, text)
         run.complete(*run.in_flight(BackupStorage), status=status)
-    run.insert("ijklmn")
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, "ijklmn")
     assert on_host_of(run, "abcd", "abcdefgh", "ijklmn") == [not stored, not stored, stored]
 
 
@@ -170,16 +167,14 @@ def revisits(host: int, policy: str, storage: bool) -> int:
         text = texts.pop(at)
         texts.insert(0, text)
         hits += max(run.reach(text))
-        run.insert(text)
-        run.settle()
+        saved(run, text)
     return hits
 
 
 def test_a_copy_that_was_made_for_somebody_who_waits_is_not_given_up_for_one_that_can_wait() -> None:
     run = runtime(device=12, host=4)
     saved(run, "abcd")
-    run.insert("efgh")
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, "efgh")
     run.fail(*run.in_flight(BackupStorage))
     run.insert("ijkl")
     assert run.core.statistics().deferred_backups == 1
@@ -399,8 +394,7 @@ def narrow(swa: int, states: int = 16, components: str = "full,swa", window: int
 def test_of_windows_that_are_short_those_of_ends_stay() -> None:
     """Of two prompts of eight pages, ends need two each; the other twelve are given up."""
     run = narrow(swa=16)
-    run.insert("abcdefgh")
-    run.insert(OTHER)
+    insert(run, "abcdefgh", OTHER)
     take_beside_full(run, swa=12)
     assert reach(run, "abcdefgh", OTHER) == [8, 8]
 

@@ -51,17 +51,11 @@ def test_what_does_not_fit_now_waits_and_holds_nothing() -> None:
     assert run.lease(spell("wxyz")) is not None
 
 
-def test_release_is_idempotent() -> None:
-    run = runtime()
-    request = granted(run, "abc")
-    request.release()
-    assert run.core.release(request.lease) == Plan()
-
-
-def test_a_release_tells_that_pages_are_free() -> None:
+def test_a_release_tells_that_pages_are_free_and_a_second_one_does_nothing() -> None:
     run = runtime()
     request = granted(run, "abc")
     assert run.core.release(request.lease).freed
+    assert run.core.release(request.lease) == Plan()
 
 
 # pins and splits

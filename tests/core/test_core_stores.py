@@ -25,7 +25,7 @@ from asynccache.core.plan import (
     operations,
 )
 from asynccache.core.world import World
-from tests.core.core_kit import COMPONENTS, granted, insert, opened, runtime, saved, take, whole
+from tests.core.core_kit import COMPONENTS, copied, granted, insert, opened, runtime, saved, take, whole
 from tests.simulated.fetching import open_fetch
 from tests.simulated.synchronous import FULL, HASH, MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
@@ -362,8 +362,7 @@ def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
     run.insert(TEXT)
     run.flush()
     detach(run, Access.WRITE)
-    run.insert("abcdx")
-    run.settle()
+    saved(run, "abcdx")
     run.flush()
     assert run.unsaved() == (0, 0)
     run.insert("abz")
@@ -429,8 +428,7 @@ def test_a_dead_namespace_is_not_stored_again() -> None:
 
 def on_host(run: SynchronousRuntime, text: str) -> list[int]:
     """Commit it and back it up; the operations that are to store it, and others."""
-    run.insert(text)
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, text)
     return run.in_flight(BackupStorage)
 
 
