@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from asynccache.core.cache import Grant
-from asynccache.core.plan import More
+from asynccache.core.plan import BackupHost, More
 from asynccache.core.settings import CoreConfig
-from tests.simulated.synchronous import Running, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
 
 COMPONENTS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
 
@@ -45,11 +45,34 @@ def take(run: SynchronousRuntime, pages: int, states: int = 0) -> Running:
     return granted(run, b"", pages * run.page, states=states)
 
 
+def leased(run: SynchronousRuntime, text: str, **terms: Any) -> Running:
+    """A request that need not wait, on these terms (see ``LeaseRequest``)."""
+    ask = run.ask(spell(text))._replace(**terms)
+    answer = run.core.lease(ask)
+    assert isinstance(answer, Grant), answer
+    request = Running(run, answer.lease, SPACE, ask.key)
+    run.running.add(request)
+    run.perform(answer.plan)
+    return request
+
+
 def take_beside_full(run: SynchronousRuntime, swa: int = 0, states: int = 0) -> None:
     """A request that needs so many SWA pages and states, and nothing else; it stays."""
-    answer = run.core.lease(run.ask(b"", states=states)._replace(reserve=0, reserve_swa=swa * run.page))
-    assert isinstance(answer, Grant)
-    run.perform(answer.plan)
+    leased(run, "", states=states, reserve_swa=swa * run.page)
+
+
+def clear_device(run: SynchronousRuntime) -> None:
+    """Save everything; then a request takes all of the device for a moment."""
+    run.flush()
+    full = run.config.components[0].device
+    take(run, full, sum(part.device for part in run.config.components if part.kind == MAMBA)).release()
+
+
+def opened(run: SynchronousRuntime, text: str = "abcdefgh", **options: Any) -> Fetch:
+    """A prefetch that begins."""
+    fetch = open_fetch(run, spell(text), **options)
+    assert isinstance(fetch, Fetch), fetch
+    return fetch
 
 
 def reach(run: SynchronousRuntime, *texts: str) -> list[int]:
@@ -70,6 +93,20 @@ def insert(run: SynchronousRuntime, *texts: str) -> None:
         run.insert(text)
 
 
+def whole(run: SynchronousRuntime, *texts: str, checkpoint: int | None = None) -> None:
+    """Whole requests; where there are states, each keeps the one after ``checkpoint`` pages, or at its end."""
+    for text in texts:
+        end = len(text) if checkpoint is None else checkpoint
+        run.insert(text, checkpoint=end if MAMBA in run.kinds else 0)
+
+
+def copied(run: SynchronousRuntime, *texts: str) -> None:
+    """Whole requests, each of which the host has a copy of, which storage is to take."""
+    for text in texts:
+        run.insert(text)
+        run.complete(*run.in_flight(BackupHost))
+
+
 def saved(run: SynchronousRuntime, *texts: str) -> None:
     """Whole requests, each of which is backed up and stored before the next one."""
     for text in texts:
@@ -77,23 +114,11 @@ def saved(run: SynchronousRuntime, *texts: str) -> None:
         run.settle()
 
 
-def with_store_of(
-    config: CoreConfig, *texts: str, checkpoint: int = 0, first: CoreConfig | None = None
-) -> SynchronousRuntime:
-    """A fresh process whose store has the texts, which another one (``first``: its settings) has written."""
-    writer = SynchronousRuntime(first or config)
-    for text in texts:
-        writer.insert(text, checkpoint=checkpoint)
+def with_store_of(config: CoreConfig, *texts: str, checkpoint: int | None = None) -> SynchronousRuntime:
+    """A fresh process whose store has the texts, which one with more room has written, and their states at
+    ``checkpoint`` or at their ends."""
+    parts = tuple(replace(part, device=256, host=256) for part in config.components)
+    writer = SynchronousRuntime(replace(config, components=parts))
+    whole(writer, *texts, checkpoint=checkpoint)
     writer.flush()
     return SynchronousRuntime(config, storage=writer.storage)
-
-
-def broken_laws(laws: Sequence[Callable[[], None]]) -> list[str]:
-    """The names of those that do not hold."""
-    broken = []
-    for law in laws:
-        try:
-            law()
-        except AssertionError:
-            broken.append(law.__name__)
-    return broken

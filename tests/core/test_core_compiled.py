@@ -25,7 +25,8 @@ from asynccache.core.plan import Clone, Compute, More, Outcome, Status
 from asynccache.core.settings import SLICE_STEPS
 from asynccache.core.tree import Node, Root
 from asynccache.errors import CacheFull, ConfigError, InvariantViolation
-from tests.core.core_kit import granted, insert, saved
+from tests.core import core_kit
+from tests.core.core_kit import granted, insert, reach, saved, whole
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 # Laws that a compiler could break. They hold for the source and for the modules that are compiled from it.
@@ -37,7 +38,7 @@ ROOT = Path(compiled.PACKAGE).parent
 
 
 def runtime(**options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config("full", **{"device": 12, "host": 0, **options}))
+    return core_kit.runtime(**{"device": 12, "host": 0, **options})
 
 
 def test_all_modules_of_the_core_are_of_the_kind_that_is_said(request: pytest.FixtureRequest) -> None:
@@ -84,7 +85,7 @@ def test_stamps_may_be_larger_than_a_machine_word() -> None:
         run.core.at(2.0**power / 1e6)
         run.insert(text)
         run.audit(idle=True)
-    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [0, 4, 4, 4]
+    assert reach(run, "abcd", "efgh", "ijkl", "mnop") == [0, 4, 4, 4]
     assert run.core.world.recency.now >= 2**80
 
 
@@ -296,19 +297,16 @@ def test_more_than_there_are_is_a_bug_and_takes_nothing() -> None:
 TEXTS = 2 * SLICE_STEPS + 1
 
 
-def wide(**options: int) -> SynchronousRuntime:
+def wide() -> SynchronousRuntime:
     """So many nodes that one slice does not do."""
-    run = SynchronousRuntime(core_config(device=2 * TEXTS, host=64, publish=False, **options))  # type: ignore[arg-type]
-    for i in range(TEXTS):
-        answer = run.core.lease(LeaseRequest(SPACE, spell(chr(1000 + i)), 0, 4, 4))
-        assert isinstance(answer, Grant)
-        run.core.commit(answer.lease, spell(chr(1000 + i)), i.to_bytes(32, "little"))
-        run.core.release(answer.lease)
+    run = runtime(device=2 * TEXTS, host=64, publish=False, write_policy="write_back")
+    run.audit = lambda idle=False: None  # type: ignore[method-assign]
+    insert(run, *(chr(1000 + i) for i in range(TEXTS)))
     return run
 
 
 def test_what_is_unsaved_is_counted_in_slices() -> None:
-    survey = wide(write_policy="write_back").core.survey()  # type: ignore[arg-type]
+    survey = wide().core.survey()
     slices = 1
     while isinstance(answer := survey.unsaved(), More):
         slices += 1
@@ -323,20 +321,20 @@ def listed(run: SynchronousRuntime, listing: Listing) -> Listed:
 
 
 def test_all_pages_are_listed_in_slices_also_those_that_leave_between_them() -> None:
-    run = wide(write_policy="write_back")  # type: ignore[arg-type]
+    run = wide()
     listing = run.core.listing(SPACE)
     assert isinstance(listing.some(), More)
     while isinstance(run.core.invalidate(SPACE), More):
         pass
     answer = listed(run, listing)
-    assert sorted(answer.hashes) == sorted(i.to_bytes(32, "little") for i in range(TEXTS))
+    assert sorted(answer.hashes) == sorted(run.chain(SPACE, spell(chr(1000 + i)))[0] for i in range(TEXTS))
     assert answer.writes == set()
     assert listed(run, run.core.listing(b"other".ljust(32))) == ([], set())
 
 
 def test_pages_of_a_batch_that_fails_while_they_are_listed_are_on_the_list() -> None:
     """A backup may have written them already."""
-    run = SynchronousRuntime(core_config())
+    run = runtime(host=64)
     batch = granted(run, "abcd")
     batch.compute(4 * run.page, True)
     assert batch.commit(computed=False)
@@ -346,7 +344,7 @@ def test_pages_of_a_batch_that_fails_while_they_are_listed_are_on_the_list() -> 
 
 
 def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_one_leaves() -> None:
-    run = SynchronousRuntime(core_config(device=32, host=0))
+    run = runtime(device=32)
     saved(run, "abcdef")
     survey = run.core.survey()  # the walk has found the node, and has not visited it
     saved(run, "abcX")
@@ -359,12 +357,11 @@ def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_on
 
 
 def test_a_probe_copies_nothing() -> None:
-    run = SynchronousRuntime(core_config("full,mamba"))
-    run.insert("abcd", checkpoint=4)
+    run = core_kit.runtime("full,mamba")
+    whole(run, "abcd")
     run.settle()
-    ask = run.ask(spell("abcdX"))
     for load, clones in ((False, 0), (True, 1)):
-        answer = run.core.lease(ask._replace(load=load))
+        answer = run.core.lease(run.ask(spell("abcdX"))._replace(load=load))
         assert isinstance(answer, Grant)
         assert answer.lease.cached == 16
         assert sum(isinstance(effect, Clone) for effect in answer.plan.effects) == clones

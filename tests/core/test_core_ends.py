@@ -8,119 +8,55 @@ from typing import Any
 import pytest
 
 from asynccache.core.cache import Skip, Unsaved
-from asynccache.core.leases import Leases
-from asynccache.core.ledger import NOWHERE
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, More, Publish
 from tests.core.core_kit import (
     COMPONENTS,
-    broken_laws,
     forget,
     granted,
     insert,
-    reach,
+    leased,
+    opened,
     resized,
+    runtime,
     saved,
     take,
+    whole,
     with_store_of,
     written,
 )
-from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.fetching import open_fetch
 from tests.simulated.synchronous import MAMBA, SPACE, SWA, Running, SynchronousRuntime, _stored, core_config, spell
 
 # Eviction after the end of a conversation: its private pages go first; pages that others have as well do not.
 
 
-def runtime(**options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config("full", device=16, host=0, **options))
+CONVERSATIONS: dict[str, tuple[str, str, int | None, str, list[int], dict[str, int]]] = {
+    "what is shared stays, though nobody else has asked for it yet": (
+        "mnop", "abcdefgh", 4, "", [8], {"mnop": 4, "abcdX": 4}),
+    "what is shared is cut off also where the prompt is a hit": (
+        "mnop abcdefgh", "abcdefghij", 4, "", [8], {"mnop": 4, "abcdX": 4}),
+    "what is private goes also where it forks": ("abcdef mnop", "abcdgh", 2, "", [10], {"mnop": 4, "abX": 2}),
+    "where nobody says so, it ends at the last fork": (
+        "abcdef mnop", "abcdgh", None, "", [6], {"abcdef": 6, "mnop": 4, "abcdgh": 4}),
+    "who uses an ended node keeps it": ("mnop", "abcdef", None, "abcdgh", [4, 8], {"mnop": 0, "abcdX": 4}),
+}  # fmt: skip
+"""What was there before, the text of a conversation, how many pages of it others are said to have, what comes after its
+end, what is taken then, and what is left."""
 
 
-def asked(run: SynchronousRuntime, text: str, shared: int | None = None, ended: bool = False) -> None:
-    """One request; ``shared``: pages of it that it says others have."""
-    ask = run.ask(spell(text))
-    if shared is not None:
-        ask = ask._replace(shared=shared * run.page)
-    answer = run.core.lease(ask)
-    request = Running(run, answer.lease, SPACE, spell(text))  # type: ignore[union-attr]
-    run.running.add(request)
-    run.perform(answer.plan)
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_of_a_conversation_that_is_over_what_is_private_goes_first(case: str) -> None:
+    before, text, shared, after, taken, left = CONVERSATIONS[case]
+    run = runtime(device=16, host=0)
+    insert(run, *before.split())
+    request = leased(run, text, **({} if shared is None else {"shared": shared * run.page}))
     request.compute(len(text) * run.page)
     assert request.commit()
-    request.release(ended=ended)
-
-
-def what_is_shared_stays() -> None:
-    """Nobody else has asked for it yet, so the tree alone could not tell."""
-    run = runtime()
-    insert(run, "mnop")
-    asked(run, "abcdefgh", shared=4, ended=True)
-    take(run, 8).release()
-    assert reach(run, "mnop", "abcdX") == [4, 4]
-
-
-def what_is_shared_is_cut_off_also_where_the_prompt_is_a_hit() -> None:
-    run = runtime()
-    insert(run, "mnop")
-    insert(run, "abcdefgh")
-    asked(run, "abcdefghij", shared=4, ended=True)
-    take(run, 8).release()
-    assert reach(run, "mnop", "abcdX") == [4, 4]
-
-
-def what_is_private_goes_also_where_it_forks() -> None:
-    run = runtime()
-    insert(run, "abcdef")
-    insert(run, "mnop")
-    asked(run, "abcdgh", shared=2, ended=True)
-    take(run, 10).release()
-    assert reach(run, "mnop", "abX") == [4, 2]
-
-
-def where_nobody_says_it_ends_at_the_last_fork() -> None:
-    run = runtime()
-    insert(run, "abcdef")
-    insert(run, "mnop")
-    asked(run, "abcdgh", ended=True)
-    take(run, 6).release()
-    assert reach(run, "abcdef", "mnop", "abcdgh") == [6, 4, 4]
-
-
-def who_uses_an_ended_node_keeps_it() -> None:
-    run = runtime()
-    insert(run, "mnop")
-    asked(run, "abcdef", ended=True)
-    insert(run, "abcdgh")
-    take(run, 4).release()
-    take(run, 8).release()
-    assert reach(run, "mnop", "abcdX") == [0, 4]
-
-
-LAWS = (what_is_shared_stays, what_is_shared_is_cut_off_also_where_the_prompt_is_a_hit,
-        what_is_private_goes_also_where_it_forks, where_nobody_says_it_ends_at_the_last_fork,
-        who_uses_an_ended_node_keeps_it)  # fmt: skip
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_of_a_conversation_that_is_over_what_is_private_goes_first(law: Any) -> None:
-    law()
-
-
-def what_is_said_is_not_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "_private", lambda leases, ask: NOWHERE)
-
-
-def everything_is_private(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "_private", lambda leases, ask: 0)
-
-
-RULES = (what_is_said_is_not_heard, everything_is_private)
-
-
-@pytest.mark.source
-@pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.usefixtures("breaks_a_core")
-def test_a_rule_that_is_left_out_is_noticed(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch)
-    assert broken_laws(LAWS)
+    request.release(ended=True)
+    insert(run, *after.split())
+    for pages in taken:
+        take(run, pages).release()
+    assert {one: run.reach(one)[0] for one in left} == left
 
 
 # Draining ends: nodes that the host could never hold cost no copies, and draining saves nothing twice.
@@ -137,7 +73,7 @@ def test_paths_that_the_host_could_never_hold_do_not_take_turns_on_it(components
     run = SynchronousRuntime(core_config(components, host=3, window=64))
     pages_with_a_tail_that_no_host_holds(run)
     if components != "full":
-        run.insert("abc!", checkpoint=4 if "mamba" in components else 0)
+        whole(run, "abc!")
     run.flush()
     assert run.unsaved() == (2, 0)
     assert components != "full" or run.reach("abc!") == run.reach("xyz!") == (4, 4)
@@ -160,7 +96,7 @@ def test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_devi
     config = core_config(components, device=8, host=4, write_policy=write_policy, write_back_watermark=0.5)
     run = SynchronousRuntime(config)
     for text in ("abcd", "wxyz"):
-        run.insert(text, checkpoint=len(text) if "mamba" in components else 0)
+        whole(run, text)
         run.settle()
     assert run.core.world.condemned_pages, "the host's room is taken by what was saved ahead"
     run.flush()
@@ -236,25 +172,12 @@ def test_a_page_that_storage_always_refuses_does_not_stop_the_drain_of_the_other
 # Room on the host that a call gives back: backups that waited for it begin, and removals are announced.
 
 
-def fetching(text: str, **options: Any) -> tuple[SynchronousRuntime, Fetch]:
-    """A process that has nothing but a prefetch of ``text`` in flight, with all of its FULL pages taken."""
-    run = with_store_of(core_config(**options), text, first=core_config())
-    fetch = open_fetch(run, spell(text))
-    assert isinstance(fetch, Fetch)
-    assert fetch.take_full(len(text)) == len(text)
-    return run, fetch
-
-
-def put_off(run: SynchronousRuntime) -> None:
-    """A commit finds the host full."""
-    run.insert("xy")
-    assert run.in_flight(BackupHost) == []
-    assert run.core.statistics().deferred_backups == 1
-
-
 def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off() -> None:
-    run, fetch = fetching("abcd", host=4)
-    put_off(run)
+    run = with_store_of(core_config(host=4), "abcd")
+    fetch = opened(run, "abcd")
+    assert fetch.take_full(4) == 4
+    run.insert("xy")
+    assert (run.in_flight(BackupHost), run.core.statistics().deferred_backups) == ([], 1)
     fetch.release()
     assert run.in_flight(BackupHost), "the pages are free, and nobody tried again"
     assert run.core.statistics().deferred_backups == 0
@@ -263,8 +186,7 @@ def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off()
 def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
     run = with_store_of(core_config(), "abcd")
     saved(run, "ab")
-    fetch = open_fetch(run, spell("abcd"))
-    assert isinstance(fetch, Fetch)
+    fetch = opened(run, "abcd")
     fetch.take_full(2)
     forget(run, SPACE)
     plan = fetch.commit(16)
@@ -273,13 +195,8 @@ def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
     assert run.core.complete(()).effects == ()
 
 
-def narrow(components: str, kind: int, host: int) -> SynchronousRuntime:
-    """A host with so little room for one component."""
-    return SynchronousRuntime(resized(core_config(components, window=12), kind, host=host))
-
-
 def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
-    run = narrow("full,mamba", MAMBA, 0)
+    run = SynchronousRuntime(resized(core_config("full,mamba"), MAMBA, host=0))
     request = written(run, "abcd")
     run.settle()
     assert request.commit(checkpoint=16)
@@ -288,12 +205,10 @@ def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
 
 @pytest.mark.parametrize("text", ["abcde", "abcdefghijklmno"])
 def test_of_what_fits_the_host_only_in_parts_the_window_is_saved(text: str) -> None:
-    run = narrow("full,swa", SWA, 3)
-    run.insert(text)
-    run.settle()
+    run = SynchronousRuntime(resized(core_config("full,swa", window=12), SWA, host=3))
+    saved(run, text)
     assert run.core.statistics().host[SWA].free == 0, "a window has three pages, and so many the host holds"
-    push_out = granted(run, "z" * 64)
-    push_out.release()
+    take(run, 64).release()
     assert run.reach(text) == (0, len(text))
 
 
@@ -306,19 +221,13 @@ def test_of_a_path_that_is_longer_than_the_host_the_start_is_saved() -> None:
     request.release()
     run.settle()
     assert run.core.statistics().deferred_backups == 0
-    push_out = granted(run, "z" * 64)
-    push_out.release()
+    take(run, 64).release()
     assert run.reach("abcdefgh") == (0, 3)
 
 
 def test_a_release_of_what_is_forgotten_looks_at_its_own_path_alone() -> None:
     run = SynchronousRuntime(core_config(device=256, host=0))
-    holders = []
-    for i in range(200):
-        request = granted(run, chr(i))
-        request.compute(4)
-        assert request.commit()
-        holders.append(request)
+    holders = [written(run, chr(i)) for i in range(200)]
     answer = run.core.invalidate(SPACE)
     assert not isinstance(answer, More)
     run.perform(answer)
@@ -331,12 +240,9 @@ def test_a_release_of_what_is_forgotten_looks_at_its_own_path_alone() -> None:
 def forgotten(texts: list[str], **options: Any) -> tuple[SynchronousRuntime, list[Running]]:
     """Requests that hold these texts, a node each, in a namespace that is forgotten then. A call drops few nodes."""
     run = SynchronousRuntime(core_config(host=0, slice_steps=2, **options))
-    held = []
     for text in texts:
-        for end in range(1, len(text) + 1):
-            run.insert(text[:end])
-        request = granted(run, text, limit=len(text) * run.page)
-        held.append(request)
+        insert(run, *(text[:end] for end in range(1, len(text) + 1)))
+    held = [granted(run, text, limit=len(text) * run.page) for text in texts]
     forget(run, SPACE)
     assert not run.core.behind
     run.prompt = False

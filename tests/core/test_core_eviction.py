@@ -6,18 +6,17 @@ import copy
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from asynccache.core.eviction import Order, Recency, withdraw
-from asynccache.core.match import Matches
+from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Status
 from asynccache.core.room import Cost, Room, RoomMaker
-from asynccache.core.tree import ABSENT, PRESENT, Node, Root, walk
+from asynccache.core.tree import ABSENT, PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import broken_laws, granted, insert, reach, resized, runtime, saved, take, take_beside_full
+from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
 from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
@@ -29,15 +28,14 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     insert(run, "abcd", "efgh", "ijkl")
     run.match(spell("abcd"))
     take(run, 4)
-    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl")] == [4, 0, 4]
+    assert reach(run, "abcd", "efgh", "ijkl") == [4, 0, 4]
 
 
 def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
     run = runtime(device=12, host=0)
     insert(run, "abcd", "wxyz", "abcdefgh")
     take(run, 8).release()
-    assert run.reach("abcd")[0] == 4
-    assert run.reach("wxyz")[0] == 0
+    assert reach(run, "abcd", "wxyz") == [4, 0]
 
 
 def test_nothing_is_evicted_in_vain() -> None:
@@ -54,29 +52,24 @@ def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
     again, for ever."""
     run = runtime(device=32, host=8)
     saved(run, "abcd")
-    run.insert("efgh")
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, "efgh")
     run.fail(*run.in_flight(BackupStorage))
     saved(run, "ijklmn")
-    assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [True, True, False]
+    assert on_host_of(run, "abcd", "efgh", "ijklmn") == [True, True, False]
     assert run.core.statistics().evicted_host == 0
     run.flush()
     run.settle()
-    assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [False, False, True]
+    assert on_host_of(run, "abcd", "efgh", "ijklmn") == [False, False, True]
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_can_wait_may_have_a_whole_path_evicted_or_nothing_of_it(stored: bool) -> None:
     run = runtime(device=32, host=8)
-    run.insert("abcd")
-    run.complete(*run.in_flight(BackupHost))
-    run.complete(*run.in_flight(BackupStorage), status=Status.DONE if stored else Status.FAILED)
-    run.insert("abcdefgh")
-    run.complete(*run.in_flight(BackupHost))
-    run.complete(*run.in_flight(BackupStorage))
-    run.insert("ijklmn")
-    run.complete(*run.in_flight(BackupHost))
-    assert [holds_host(run, text) for text in ("abcd", "abcdefgh", "ijklmn")] == [not stored, not stored, stored]
+    for text, status in (("abcd", Status.DONE if stored else Status.FAILED), ("abcdefgh", Status.DONE)):
+        copied(run, text)
+        run.complete(*run.in_flight(BackupStorage), status=status)
+    copied(run, "ijklmn")
+    assert on_host_of(run, "abcd", "abcdefgh", "ijklmn") == [not stored, not stored, stored]
 
 
 def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
@@ -100,7 +93,7 @@ def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wa
     wanted.release()
     run.settle()
     saved(run, "mnop")
-    assert [run.reach(text)[0] for text in ("abcd", "efgh", "mnop")] == [cached, 0, 4]
+    assert reach(run, "abcd", "efgh", "mnop") == [cached, 0, 4]
     assert cached >= 3
 
 
@@ -147,7 +140,7 @@ def test_what_is_saved_ahead_keeps_its_copy_until_it_has_left() -> None:
     run = runtime(device=16, host=8, storage=False, write_back_watermark=1.0)
     texts = ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx")
     saved(run, *texts)
-    assert [holds_host(run, text) for text in texts] == [False, False, True, True, False, False]
+    assert on_host_of(run, *texts) == [False, False, True, True, False, False]
     assert sum(len(effect.ops) for effect in run.log if isinstance(effect, BackupHost)) == 4, "each is copied once"
 
 
@@ -174,16 +167,14 @@ def revisits(host: int, policy: str, storage: bool) -> int:
         text = texts.pop(at)
         texts.insert(0, text)
         hits += max(run.reach(text))
-        run.insert(text)
-        run.settle()
+        saved(run, text)
     return hits
 
 
 def test_a_copy_that_was_made_for_somebody_who_waits_is_not_given_up_for_one_that_can_wait() -> None:
     run = runtime(device=12, host=4)
     saved(run, "abcd")
-    run.insert("efgh")
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, "efgh")
     run.fail(*run.in_flight(BackupStorage))
     run.insert("ijkl")
     assert run.core.statistics().deferred_backups == 1
@@ -207,11 +198,11 @@ def test_who_waits_alone_for_backups_gets_the_room_that_they_make(seed: int) -> 
         texts = [*texts, (start[: draws.randint(0, len(start))] + fresh)[:16]][-12:]
         if draws.random() < 0.3:
             run.perform(run.core.claim(number % 3, SPACE, spell(draws.choice(texts))))
-        request = run.lease(spell(texts[-1]))
         for _ in range(40):
-            if request is None:
-                end_all(run, works)
-                request = run.lease(spell(texts[-1]))
+            request = run.lease(spell(texts[-1]))
+            if request is not None:
+                break
+            end_all(run, works)
         assert request is not None, f"request {number} waits for ever"
         run.complete(*[op for op in request.lease.loads if op in run.jobs])
         request.compute(len(texts[-1]) * run.page)
@@ -229,9 +220,9 @@ def end_all(run: SynchronousRuntime, works: bool) -> None:
         run.complete(op, status=Status.FAILED if fails else Status.DONE)
 
 
-def holds_host(run: SynchronousRuntime, text: str) -> bool:
-    """Whether an event said so and none took it back."""
-    return run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text)))
+def on_host_of(run: SynchronousRuntime, *texts: str) -> list[bool]:
+    """Whether an event said so of each, and none took it back."""
+    return [run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text))) for text in texts]
 
 
 def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
@@ -247,8 +238,7 @@ def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
 
 def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
     run = runtime("full,mamba", host=0, states=5)
-    run.insert("abcd", checkpoint=4)
-    run.insert("abcdefgh", checkpoint=8)
+    whole(run, "abcd", "abcdefgh")
     run.settle()
     take(run, 0, states=4)
     assert run.match(spell("abcd")) == run.match(spell("abcd"))._replace(device=0, full=16)
@@ -257,8 +247,7 @@ def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
 
 def test_evicting_swa_drags_mamba_along() -> None:
     run = runtime("full,swa,mamba", device=12, host=0, window=8)
-    run.insert("abcd", checkpoint=4)
-    run.insert("abcdefgh", checkpoint=8)
+    whole(run, "abcd", "abcdefgh")
     run.settle()
     assert run.reach("abcdX") == (4, 4)
     granted(run, "abcdefghX")
@@ -402,17 +391,15 @@ def narrow(swa: int, states: int = 16, components: str = "full,swa", window: int
     return SynchronousRuntime(resized(config, SWA, device=swa))
 
 
-def short_windows() -> None:
+def test_of_windows_that_are_short_those_of_ends_stay() -> None:
     """Of two prompts of eight pages, ends need two each; the other twelve are given up."""
     run = narrow(swa=16)
-    run.insert("abcdefgh")
-    run.insert(OTHER)
+    insert(run, "abcdefgh", OTHER)
     take_beside_full(run, swa=12)
     assert reach(run, "abcdefgh", OTHER) == [8, 8]
 
 
-def an_end_that_somebody_went_on_from() -> None:
-    """Its window goes before an older one that nobody went on from."""
+def test_an_end_that_somebody_went_on_from_goes_before_an_older_one() -> None:
     run = narrow(swa=24)
     run.insert(OTHER)
     insert(run, "abcdefgh", "abcdefghijklmnop")
@@ -420,7 +407,7 @@ def an_end_that_somebody_went_on_from() -> None:
     assert reach(run, OTHER, "abcdefghijklmnop") == [8, 16]
 
 
-def a_fork() -> None:
+def test_a_fork_is_an_end_and_is_used_with_the_second_text() -> None:
     """What texts have in common ends where they fork. It is used with the second, so after the end of the first."""
     texts = "abcdefghijkl", "abcdefgh" + OTHER[:4]
     for swa, left in ((18, [8, 12, 12]), (19, [8, 8, 12])):
@@ -430,83 +417,19 @@ def a_fork() -> None:
         assert reach(run, "abcdefghX", *texts) == left
 
 
-def the_deeper_is_not_the_colder() -> None:
-    """Of a window that lies in several nodes, the last one is the last to go."""
+def test_of_a_window_in_several_nodes_the_last_one_is_the_last_to_go() -> None:
     run = narrow(swa=8, window=4)
     insert(run, "abcdef", "abcdefgh")
     take_beside_full(run, swa=2)
     take_beside_full(run, swa=1)
-    (root,) = run.core.world.roots.values()
-    path, _ = walk(root, spell("abcdefgh"), 0, 4 * run.page)
+    path, _ = run.core.world.find(SPACE, spell("abcdefgh"))
     assert [node.state[1] for node in path] == [ABSENT, ABSENT, PRESENT]
 
 
-def states_of_ends() -> None:
-    """A state that somebody went on from goes before an older one at the end of a conversation."""
+def test_a_state_that_somebody_went_on_from_goes_before_an_older_one_at_an_end() -> None:
     run = narrow(swa=64, states=6, components="full,mamba")
     run.insert(OTHER, checkpoint=8, states=2)
     run.insert("abcd", checkpoint=4, states=2)
     run.insert("abcdefgh", checkpoint=8, states=2)
     take_beside_full(run, states=4)
     assert reach(run, OTHER, "abcdefgh", "abcdX") == [8, 8, 0]
-
-
-LAWS = (short_windows, an_end_that_somebody_went_on_from, a_fork,
-        the_deeper_is_not_the_colder, states_of_ends)  # fmt: skip
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_what_no_likely_end_needs_goes_first(law: Callable[[], None]) -> None:
-    law()
-
-
-def new_cells_count_as_used(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recency, "idle", Recency.touch)
-
-
-def ends_are_not_told_when_a_request_is_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Matches, "leave", lambda matches, node, begin: None)
-
-
-def what_is_gone_on_from_stays_an_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(World, "set_idle", lambda world, node, c: True)
-
-
-def forks_are_no_ends(patch: pytest.MonkeyPatch) -> None:
-    set_idle = World.set_idle
-
-    def everywhere(matches: Matches, node: Node, begin: int) -> None:
-        above: Node | None = matches._touch_end(node, node.end)
-        while above is not None and above.parent is not None:
-            for c in range(1, len(node.stamp)):
-                set_idle(matches._world, above, c)
-            above = above.parent
-
-    patch.setattr(Matches, "leave", everywhere)
-
-
-def the_end_is_stamped_first(patch: pytest.MonkeyPatch) -> None:
-    touch_end = Matches._touch_end
-
-    def end_first(matches: Matches, node: Node, end: int) -> Node:
-        above = touch_end(matches, node, end)
-        while node is not above:
-            matches._world.recency.touch(node, 1)
-            node = node.parent  # type: ignore[assignment]
-        return above
-
-    patch.setattr(Matches, "_touch_end", end_first)
-
-
-RULES = (new_cells_count_as_used, ends_are_not_told_when_a_request_is_over, what_is_gone_on_from_stays_an_end,
-         forks_are_no_ends, the_end_is_stamped_first)  # fmt: skip
-
-
-@pytest.mark.source
-@pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.usefixtures("breaks_a_core")
-def test_a_rule_that_is_left_out_is_noticed(
-    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
-    assert broken_laws(LAWS)

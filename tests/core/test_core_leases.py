@@ -6,22 +6,10 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import CacheCore, Committed, Grant, LeaseRequest, Skip
-from asynccache.core.plan import (
-    BackupHost,
-    BackupStorage,
-    Clone,
-    Compute,
-    LoadBack,
-    Medium,
-    Outcome,
-    Plan,
-    Retire,
-    Status,
-    Wait,
-)
-from asynccache.errors import CacheFull, InvariantViolation
-from tests.core.core_kit import COMPONENTS, forget, granted, insert, runtime, saved
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Skip
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, Compute, LoadBack, Medium, Plan, Retire, Wait
+from asynccache.errors import CacheFull
+from tests.core.core_kit import COMPONENTS, clear_device, forget, granted, insert, leased, runtime, saved, whole
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
 # Leases: all or nothing, pins, splits under a pin, private copies, commits, duplicates, early release, load_back.
@@ -30,10 +18,8 @@ from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots,
 def evicted(components: str = "full", **options: Any) -> SynchronousRuntime:
     """Eight pages that only the host has."""
     run = runtime(components, **({"device": 16, "host": 64, "states": 4} | options))
-    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
-    run.flush()
-    everything = granted(run, b"", new=run.config.components[0].device * run.page, states=4)
-    everything.release()
+    whole(run, "abcdefgh")
+    clear_device(run)
     assert run.reach("abcdefgh") == (0, 8)
     return run
 
@@ -65,17 +51,11 @@ def test_what_does_not_fit_now_waits_and_holds_nothing() -> None:
     assert run.lease(spell("wxyz")) is not None
 
 
-def test_release_is_idempotent() -> None:
-    run = runtime()
-    request = granted(run, "abc")
-    request.release()
-    assert run.core.release(request.lease) == Plan()
-
-
-def test_a_release_tells_that_pages_are_free() -> None:
+def test_a_release_tells_that_pages_are_free_and_a_second_one_does_nothing() -> None:
     run = runtime()
     request = granted(run, "abc")
     assert run.core.release(request.lease).freed
+    assert run.core.release(request.lease) == Plan()
 
 
 # pins and splits
@@ -132,16 +112,11 @@ def test_duplicates_retire_and_the_table_names_the_trees_pages() -> None:
 
 def test_pages_of_a_window_that_a_commit_cannot_use_retire() -> None:
     run = runtime("full,swa", device=16, host=0)
-    ask = run.ask(spell("abcdef"))._replace(chunk_swa=5 * run.page)
-    grant = run.core.lease(ask)
-    assert isinstance(grant, Grant)
-    run.perform(grant.plan)
+    request = leased(run, "abcdef", chunk_swa=5 * run.page)
     free = run.core.statistics().device[1].free
-    answer = run.core.commit(grant.lease, ask.key, run.hashes(ask.space, ask.key))
-    assert isinstance(answer, Committed)
+    assert request.commit(6 * run.page)
     assert run.core.statistics().device[1].free == free, "the engine may still use them"
-    (effect,) = [effect for effect in answer.plan.effects if isinstance(effect, Retire)]
-    run.core.complete([Outcome(effect.op, Status.DONE)])
+    run.complete(*run.in_flight(Retire))
     assert run.core.statistics().device[1].free == free + 1
 
 
@@ -149,9 +124,8 @@ def test_a_release_may_retire_its_own_pages() -> None:
     run = runtime(device=8)
     request = granted(run, "abcd", new=4)
     request.release(retire=True)
-    (retire,) = run.in_flight(Retire)
     assert run.lease(b"", new=16) is None
-    run.complete(retire)
+    run.complete(*run.in_flight(Retire))
     assert run.lease(b"", new=32) is not None
 
 
@@ -250,7 +224,7 @@ def test_a_second_checkpoint_for_the_same_end_comes_back() -> None:
 # load_back
 
 
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+@pytest.mark.parametrize("components", COMPONENTS)
 def test_a_load_brings_what_the_match_needs(components: str) -> None:
     run = evicted(components, window=8)
     request = granted(run, "abcdefghX")
@@ -270,9 +244,7 @@ def test_ten_requests_for_one_evicted_prefix_cause_one_load() -> None:
     requests = [granted(run, "abcdefghX") for _ in range(10)]
     assert len(run.in_flight(LoadBack)) == 1
     run.settle()
-    for request in requests:
-        assert request.ready
-        request.verify()
+    assert all(request.ready for request in requests)
 
 
 def test_a_failed_load_tells_every_lease_how_much_is_good() -> None:
@@ -336,19 +308,6 @@ def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
     assert run.reach("abcd") == (4, 4)
 
 
-def test_an_outcome_for_nothing_is_a_bug() -> None:
-    from asynccache.core.plan import Outcome
-
-    run = runtime()
-    with pytest.raises(InvariantViolation):
-        run.core.complete([Outcome(99, Status.DONE)])
-    run.insert("abc")
-    (op,) = run.in_flight(BackupHost)
-    run.complete(op)
-    with pytest.raises(InvariantViolation):
-        run.core.complete([Outcome(op, Status.DONE)])
-
-
 def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
     core = CacheCore(core_config("full", device=16))
     for tenant in range(20):
@@ -383,11 +342,7 @@ def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
     run.insert("abcdefgh")
     run.flush()
     granted(run, "abcdefghi")  # pins FULL of it all, and the window at its end
-    ask = LeaseRequest(SPACE, spell("x"), 0, 4, 17 * run.page)  # takes the other window pages, and nothing of FULL
-    greedy = run.core.lease(ask)
-    assert isinstance(greedy, Grant)
-    run.perform(greedy.plan)
-    run.perform(run.core.release(greedy.lease))
+    leased(run, "x", reserve_swa=17 * run.page).release()  # takes the other window pages, and nothing of FULL
     other = granted(run, "abcde")
     loads = run.in_flight(LoadBack)
     assert loads
@@ -402,9 +357,7 @@ def test_a_shorter_match_is_not_granted_while_a_longer_one_waits_for_a_backup() 
         "full,mamba", device=16, states=4, storage=False, write_policy="write_back", write_back_watermark=0.0
     )
     run.insert("abcd", checkpoint=4)
-    run.flush()
-    everything = granted(run, b"", new=16 * run.page, states=4)
-    everything.release()
+    clear_device(run)
     run.insert("ab", checkpoint=2)
     run.drain()
     run.fail(*run.in_flight(BackupHost))  # so the state at 2 may be dropped without waiting
@@ -443,18 +396,10 @@ def test_a_commit_waits_for_a_load_that_is_doomed_and_keeps_its_own_page() -> No
 # announced; who holds some of it is told, and keeps it until the end.
 
 
-def windowed(components: str = "full", **options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, **({"window": 4} | options)))
-
-
 def enter(run: SynchronousRuntime, text: str) -> Running:
     running = granted(run, text)
     run.complete(*[op for op in running.lease.loads if op in run.jobs])
     return running
-
-
-def insert_with_state(run: SynchronousRuntime, text: str) -> None:
-    run.insert(text, checkpoint=len(text) if MAMBA in run.kinds else 0)
 
 
 def publish(run: SynchronousRuntime, text: str, *, fails: bool = True, state: bool = True) -> Running:
@@ -471,10 +416,6 @@ def computing(run: SynchronousRuntime) -> list[int]:
     return run.in_flight(Compute)
 
 
-def reach(run: SynchronousRuntime, text: str) -> int:
-    return run.reach(text)[1]
-
-
 def is_empty(run: SynchronousRuntime) -> bool:
     """Whether nothing is left: no page on any tier, and nothing in flight."""
     run.settle()
@@ -486,8 +427,8 @@ def is_empty(run: SynchronousRuntime) -> bool:
 @pytest.mark.parametrize("components", COMPONENTS)
 def test_a_failed_batch_takes_what_it_published_and_all_below_it_out_of_the_tree(components: str) -> None:
     """In between the node was split, and another request has committed below both pieces."""
-    run = windowed(components)
-    insert_with_state(run, "ab")
+    run = runtime(components, window=4)
+    whole(run, "ab")
     first = publish(run, "abcdef")
     other = enter(run, "abcxyz")
     assert other.lease.cached == (2 if MAMBA in run.kinds else 3) * run.page
@@ -497,14 +438,14 @@ def test_a_failed_batch_takes_what_it_published_and_all_below_it_out_of_the_tree
     last.compute(7 * run.page)
     assert last.commit()
     run.tell(*computing(run))
-    assert reach(run, "abcdefg") == reach(run, "abcxyz") == 2
+    assert run.reach("abcdefg")[1] == run.reach("abcxyz")[1] == 2
     assert {running.lease.valid for running in (first, last)} == {2 * run.page}
     assert len(run.published_on(Medium.GPU)) == 2
     for running in (first, other, last):
         running.release()
     run.settle()
     run.audit(idle=True)
-    assert reach(run, "abcdefg") == 2
+    assert run.reach("abcdefg")[1] == 2
     assert len(run.published_on(Medium.CPU)) == len(run.published_on(Medium.STORAGE)) == 2
     assert {digest for kind, digest in run.storage if kind == FULL} == set(run.chain(SPACE, spell("ab")))
 
@@ -515,7 +456,7 @@ def test_a_failed_batch_takes_what_it_published_and_all_below_it_out_of_the_tree
 def test_a_backup_counts_only_if_the_batch_ran_whichever_is_known_first(
     components: str, fails: bool, acked: bool
 ) -> None:
-    run = windowed(components)
+    run = runtime(components, window=4)
     publish(run, "abc", fails=fails).release()
     for ops in ((computing, backups) if acked else (backups, computing)):
         run.complete(*ops(run))
@@ -524,7 +465,7 @@ def test_a_backup_counts_only_if_the_batch_ran_whichever_is_known_first(
             assert not run.in_flight(BackupStorage)
     run.settle()
     assert bool(run.storage) is bool(run.published_on(Medium.CPU)) is not fails
-    assert reach(run, "abc") == (0 if fails else 3)
+    assert run.reach("abc")[1] == (0 if fails else 3)
     if fails:
         assert is_empty(run)
 
@@ -535,19 +476,11 @@ def backups(run: SynchronousRuntime) -> list[int]:
 
 def test_pages_below_a_batch_that_is_not_over_are_not_saved_either() -> None:
     """Its own pages had a copy on the host before, so no backup of them comes first."""
-    run = windowed(device=8, host=16)
+    run = runtime(device=8, host=16)
     run.insert("ab")
-    run.flush()
-    run.insert("xyzuvw")
-    run.flush()
-    run.insert("stuvwx")
-    run.flush()
+    clear_device(run)
     assert run.reach("ab") == (0, 2)
-    lease = run.core.lease(run.ask(spell("ab"))._replace(load=False))
-    assert isinstance(lease, Grant)
-    run.perform(lease.plan)
-    again = Running(run, lease.lease, SPACE, spell("ab"))  # computes them anew, for it wants no load
-    run.running.add(again)
+    again = leased(run, "ab", load=False)  # computes them anew
     again.compute(2 * run.page, True)
     assert again.commit(computed=False)
     below = enter(run, "abc")
@@ -556,7 +489,7 @@ def test_pages_below_a_batch_that_is_not_over_are_not_saved_either() -> None:
     run.complete(*backups(run))
     assert not list(run.in_flight(BackupStorage)), "a page that rests on a doubtful one would be stored"
     run.complete(*computing(run))
-    assert reach(run, "abc") == 0
+    assert run.reach("abc")[1] == 0
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ran", "failed"])
@@ -577,25 +510,24 @@ def test_nothing_that_rests_on_the_state_of_a_batch_that_is_not_over_is_saved(fa
     below.release()
     state.release()
     run.settle()
-    assert reach(run, "abc") == (0 if fails else 3)
+    assert run.reach("abc")[1] == (0 if fails else 3)
     assert ((MAMBA, run.chain(SPACE, spell("abc"))[-1]) in run.storage) is not fails
 
 
 def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
-    run = windowed(device=8, host=0)
+    run = runtime(device=8, host=0)
     publish(run, "abcd").release()
     run.tell(*computing(run))
-    assert reach(run, "abcd") == 0
+    assert run.reach("abcd")[1] == 0
     assert run.lease(spell("uvwxyz")) is None, "some rank still writes to these pages"
     run.complete(*computing(run))
-    other = granted(run, "uvwxyz")
-    other.release()
+    granted(run, "uvwxyz").release()
     assert is_empty(run)
 
 
 def test_the_lease_of_a_failed_batch_is_told_even_if_the_tree_had_all_its_pages() -> None:
     """Its next commit may rest on the same batch: the last page was begun in it."""
-    run = windowed()
+    run = runtime()
     one, two = enter(run, "abc"), enter(run, "abc")
     one.compute(3 * run.page)
     two.compute(3 * run.page, True)
@@ -603,18 +535,17 @@ def test_the_lease_of_a_failed_batch_is_told_even_if_the_tree_had_all_its_pages(
     assert two.commit(computed=False)
     run.complete(*computing(run))
     assert (one.lease.valid, two.lease.valid) == (None, 3 * run.page)
-    assert reach(run, "abc") == 3
+    assert run.reach("abc")[1] == 3
 
 
 @pytest.mark.parametrize("filled", [SWA, MAMBA])
 def test_a_cell_of_an_older_node_that_a_failed_batch_filled_is_not_served(filled: int) -> None:
-    run = windowed("full,swa,mamba", host=0, window=8)
+    run = runtime("full,swa,mamba", host=0)
     if filled == MAMBA:
         run.insert("abcd")
         publish(run, "abcd").release()
     else:
-        insert_with_state(run, "abcd")
-        insert_with_state(run, "abcdef")
+        whole(run, "abcd", "abcdef")
         for node in run.core.world.find(SPACE, spell("abcd"))[0]:  # the window goes, as under pressure
             run.core._transfers.room.evict(node, SWA)
         assert run.core.match(SPACE, spell("abcd")).full == 4 * run.page
@@ -626,7 +557,7 @@ def test_a_cell_of_an_older_node_that_a_failed_batch_filled_is_not_served(filled
 
 def test_a_holder_goes_on_reading_what_it_holds_and_publishes_nothing_below_it() -> None:
     """Its pages are nobody else's before it lets go, not even when others need room."""
-    run = windowed(device=8, host=0)
+    run = runtime(device=8, host=0)
     publish(run, "abcd").release()
     holder = enter(run, "abcde")
     table = run.table(holder.lease, FULL)
@@ -634,18 +565,16 @@ def test_a_holder_goes_on_reading_what_it_holds_and_publishes_nothing_below_it()
     assert holder.lease.valid == 0
     assert run.lease(spell("uvwxyz")) is None
     assert run.table(holder.lease, FULL) == table
-    plan = run.core.advance(holder.lease, 5 * run.page)
-    run.perform(plan)
+    run.perform(run.core.advance(holder.lease, 5 * run.page))
     holder.release()
     assert is_empty(run)
 
 
 def test_a_namespace_that_was_invalidated_meanwhile_still_tells_its_holders() -> None:
-    run = windowed()
+    run = runtime()
     publish(run, "abcd").release()
     holder = enter(run, "abcde")
-    answer = run.core.invalidate(SPACE)
-    run.perform(answer if isinstance(answer, Plan) else answer.plan)
+    forget(run, SPACE)
     run.complete(*computing(run))
     assert holder.lease.valid == 0
     holder.release()
@@ -654,7 +583,7 @@ def test_a_namespace_that_was_invalidated_meanwhile_still_tells_its_holders() ->
 
 
 def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_then() -> None:
-    run = windowed()
+    run = runtime()
     running = enter(run, "ab")
     running.compute(2 * run.page)
     assert running.commit()
@@ -668,11 +597,11 @@ def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_th
 
 def test_a_backup_that_saves_computed_pages_as_well_waits_for_the_batch_below_them() -> None:
     """Written back under pressure, the leaf and the page above it go to the host in one operation."""
-    run = windowed(device=8, host=16, write_policy="write_back", write_back_watermark=0.0)
+    run = runtime(device=8, host=16, write_policy="write_back", write_back_watermark=0.0)
     run.insert("ab")
     publish(run, "abc").release()
     run.lease(spell("uvwxyz"))
     run.complete(*backups(run))
     assert not run.in_flight(BackupStorage), "a page that nobody may have computed would be stored"
     run.complete(*computing(run))
-    assert reach(run, "abc") == 2
+    assert run.reach("abc")[1] == 2

@@ -12,28 +12,31 @@ from asynccache.core.match import Explanation
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, PRESENT, Ghosts, Gone, Node, Root
-from tests.core.core_kit import granted, insert, runtime, saved, take
+from tests.core.core_kit import COMPONENTS, clear_device, granted, insert, runtime, saved, take, take_beside_full, whole
 from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # How far a prompt matches: validity per component, on either tier, after every kind of loss.
 
 
-def off_device(run: SynchronousRuntime, pages: int | None = None) -> None:
-    """Save everything, then push it off the device by a request that needs it all."""
-    run.flush()
-    shelf = run.config.components[0].device
-    states = next((c.device for c in run.config.components if c.kind == 2), 0)
-    big = granted(run, b"", new=(pages or shelf) * run.page, states=states)
-    big.release()
+MATCHES: dict[str, tuple[str, list[tuple[str, int]], dict[str, int]]] = {
+    "whole pages from the root": (
+        "full", [("abcdef", 0)], {"abcdef": 6, "abcdefgh": 6, "abc": 3, "abX": 2, "X": 0, "": 0, "bcd": 0}),
+    "all of what is shorter than the window": ("full,swa", [("a", 0)], {"a": 1, "aX": 1}),
+    "a state": ("full,mamba", [("abcdefgh", 5)], {"abcdefgh": 5, "abcdeX": 5, "abcd": 0}),
+    "a state where texts fork": ("full,mamba", [("abcdefgh", 8), ("abcdXYZ", 4)], {"abcdQ": 4}),
+    "a window and a state": ("full,swa,mamba", [("abcdefgh", 6)], {"abcdefgh": 6}),
+    "the last state": ("full,swa,mamba", [("abcdefgh", 6), ("abcdefgh", 8)], {"abcdefgh": 8, "abcdefgX": 6}),
+}  # fmt: skip
+"""Requests, each with the page after which it keeps a state, and how far others match."""
 
 
-@pytest.mark.parametrize(
-    ("prompt", "pages"), [("abcdef", 6), ("abcdefgh", 6), ("abc", 3), ("abX", 2), ("X", 0), ("", 0), ("bcd", 0)]
-)
-def test_full_matches_whole_pages_from_the_root(prompt: str, pages: int) -> None:
-    run = runtime()
-    run.insert("abcdef")
-    assert run.reach(prompt) == (pages, pages)
+@pytest.mark.parametrize("case", MATCHES)
+def test_a_match_ends_where_all_components_are_there(case: str) -> None:
+    components, texts, pages = MATCHES[case]
+    run = runtime(components)
+    for text, checkpoint in texts:
+        run.insert(text, checkpoint=checkpoint)
+    assert {text: run.reach(text) for text in pages} == {text: (reach, reach) for text, reach in pages.items()}
 
 
 def test_a_match_ends_at_a_page_not_at_a_token() -> None:
@@ -61,20 +64,10 @@ def test_a_match_changes_nothing() -> None:
 def test_what_left_the_device_matches_on_the_host() -> None:
     run = runtime(device=8, host=64)
     run.insert("abcdef")
-    off_device(run)
+    clear_device(run)
     found = run.match(spell("abcdefgh"))
     assert found == Match(0, 24, 24, 24, 0, 0)
     assert found.needs_load_back
-
-
-# SWA
-
-
-def test_a_prefix_shorter_than_the_window_needs_all_of_itself() -> None:
-    run = runtime("full,swa", window=400)
-    run.insert("abc")
-    assert run.reach("abc") == (3, 3)
-    assert run.reach("abX") == (2, 2)
 
 
 def test_full_says_how_far_full_alone_matched() -> None:
@@ -84,40 +77,11 @@ def test_full_says_how_far_full_alone_matched() -> None:
     assert (found.device, found.host, found.full) == (16, 16, 32)
 
 
-# MAMBA
-
-
-def test_mamba_matches_only_where_a_checkpoint_is() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=5)
-    assert run.reach("abcdefgh") == (5, 5)
-    assert run.reach("abcdeX") == (5, 5)
-    assert run.reach("abcd") == (0, 0)
-
-
-def test_a_checkpoint_at_the_fork_makes_a_shared_prompt_hit() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=8)
-    fork = run.match(spell("abcdXYZ")).full // run.page
-    assert fork == 4
-    run.insert("abcdXYZ", checkpoint=fork)
-    assert run.reach("abcdQ") == (4, 4)
-
-
-def test_swa_and_mamba_must_agree_on_the_end() -> None:
-    run = runtime("full,swa,mamba", window=8)
-    run.insert("abcdefgh", checkpoint=6)
-    assert run.reach("abcdefgh") == (6, 6)
-    run.insert("abcdefgh", checkpoint=8)
-    assert run.reach("abcdefgh") == (8, 8)
-    assert run.reach("abcdefgX") == (6, 6)
-
-
 @pytest.mark.parametrize("components", ["full,swa", "full,mamba", "full,swa,mamba"])
 def test_hit_lengths_say_what_a_load_would_bring(components: str) -> None:
     run = runtime(components, device=16, host=64, window=8)
-    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
-    off_device(run)
+    whole(run, "abcdefgh")
+    clear_device(run)
     found = run.match(spell("abcdefgh"))
     assert (found.device, found.host, found.host_hit_length) == (0, 32, 32)
     assert found.swa_host_hit_length == (8 if "swa" in components else 0)
@@ -129,8 +93,7 @@ def test_mamba_alone_off_the_device_needs_a_load_back() -> None:
     run.insert("abcd", checkpoint=4)
     run.insert("abcdefgh")
     run.flush()
-    big = granted(run, "z", states=4)
-    big.release()
+    take(run, 0, 4).release()
     found = run.match(spell("abcdefgh"))
     assert found == Match(0, 16, 32, 0, 0, 1)
     assert found.needs_load_back
@@ -139,7 +102,7 @@ def test_mamba_alone_off_the_device_needs_a_load_back() -> None:
 def test_pages_on_their_way_to_the_device_match_there() -> None:
     run = runtime(device=8, host=64)
     run.insert("abcdef")
-    off_device(run)
+    clear_device(run)
     loading = granted(run, "abcdefgh")
     assert not loading.ready
     assert run.reach("abcdef") == (6, 6)
@@ -157,9 +120,8 @@ TEXT = "abcdefgh"
 
 def path_with(windows: str, *, on_host: bool = False) -> list[Node]:
     """A path with a node for each page of TEXT, whose SWA is there (1) or not (0)."""
-    run = SynchronousRuntime(core_config("full,swa", device=32, host=32, window=12))
-    for pages in range(1, len(TEXT) + 1):
-        run.insert(TEXT[:pages])
+    run = runtime("full,swa", window=12)
+    insert(run, *(TEXT[:pages] for pages in range(1, len(TEXT) + 1)))
     path, _ = run.core.world.find(next(iter(run.core.world.roots)), spell(TEXT))
     assert [node.end for node in path] == list(range(1, len(TEXT) + 1))
     for node, there in zip(path, windows, strict=True):
@@ -181,12 +143,11 @@ def test_a_match_ends_where_the_window_before_it_is_whole_to_the_page(windows: s
     assert component.longest_end(path_with(windows, on_host=on_host), len(TEXT), on_host) == end
 
 
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+@pytest.mark.parametrize("components", COMPONENTS)
 def test_a_request_is_not_granted_its_whole_prompt_as_a_hit(components: str) -> None:
     """It leaves the last token to be computed, so of a prompt of whole pages it has all but the last page."""
-    run = SynchronousRuntime(core_config(components, device=32, host=32, window=8))
-    for pages in (7, 8):
-        run.insert(TEXT[:pages], checkpoint=pages if "mamba" in components else 0)
+    run = runtime(components)
+    whole(run, TEXT[:7], TEXT)
     for text, cached in ((TEXT, 7), (TEXT + "!", 8)):
         request = granted(run, text)
         assert request.lease.cached == cached * run.page
@@ -201,7 +162,7 @@ FULL, _, MAMBA = ComponentKind
 
 
 def remembering(components: str = "full", **options: Any) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(components, remember=64, **options))
+    return runtime(components, remember=64, **options)
 
 
 def explained(run: SynchronousRuntime, text: str) -> Explanation:
@@ -281,8 +242,7 @@ def test_no_state_ends_a_match() -> None:
 def test_a_hole_in_the_window_ends_a_match() -> None:
     run = remembering("full,swa", device=16, host=0, window=8)
     insert(run, "abcd", "abcdefgh")
-    answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=14 * run.page))
-    run.perform(answer.plan)
+    take_beside_full(run, swa=14)
     found = explained(run, "abcd")
     assert (found.full, found.host, found.ends) == (16, 0, ComponentKind.SWA)
     assert "a window that ends beyond 0 needs what is gone of 8 to 16" in found.why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from random import Random
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, BackupStorage, Status, Wait
-from tests.core.core_kit import granted, resized, saved, with_store_of
+from tests.core.core_kit import COMPONENTS, clear_device, granted, opened, resized, runtime, saved, take, with_store_of
 from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
@@ -22,20 +21,9 @@ from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Synchr
 TEXT = "abcdefgh"
 
 
-def stored(text: str = TEXT, components: str = "full", *, checkpoint: int = 0, **options: Any) -> SynchronousRuntime:
+def stored(text: str = TEXT, components: str = "full", **options: Any) -> SynchronousRuntime:
     """A fresh process whose store has ``text``."""
-    return with_store_of(core_config(components, **options), text, checkpoint=checkpoint)
-
-
-def fresh(run: SynchronousRuntime, **options: Any) -> SynchronousRuntime:
-    """Another process on the same store."""
-    return SynchronousRuntime(dataclasses.replace(run.config, **options), storage=run.storage)
-
-
-def opened(run: SynchronousRuntime, text: str = TEXT, **options: Any) -> Fetch:
-    fetch = open_fetch(run, spell(text), **options)
-    assert isinstance(fetch, Fetch), fetch
-    return fetch
+    return with_store_of(core_config(components, **options), text)
 
 
 def host_free(run: SynchronousRuntime) -> list[int]:
@@ -132,16 +120,35 @@ def test_usable_end_takes_no_more_steps_for_a_million_tokens_than_for_a_thousand
 # the way back
 
 
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
-def test_a_fresh_process_reads_the_whole_path_back(components: str) -> None:
-    run = stored(components=components, checkpoint=8 if "mamba" in components else 0)
-    assert opened(run).finish() == 32
-    assert run.reach(TEXT) == (0, 8)
-    read_back(run, TEXT, 8).release()
+FETCHED: dict[str, tuple[str, dict[str, int], int | None, tuple[int, ...], set[tuple[int, int]], int, list[int]]] = {
+    "pages": ("full", {}, None, (), set(), 8, [8]),
+    "windows": ("full,swa", {}, None, (), set(), 8, [8, 3]),
+    "states": ("full,mamba", {}, None, (), set(), 8, [8, 1]),
+    "all of it": ("full,swa,mamba", {}, None, (), set(), 8, [8, 3, 1]),
+    "a page that cannot be read": ("full", {}, None, (), {(FULL, 5)}, 5, [5]),
+    "a host that is short": ("full", {"host": 5}, None, (), set(), 5, [5]),
+    "no more than a window": ("full,swa", {}, None, (0, 1, 2, 3, 4), set(), 8, [8, 3]),
+    "a page of the window that cannot be read": ("full,swa", {}, None, (), {(SWA, 6)}, 6, [6, 3]),
+    "the last state": ("full,mamba", {}, 5, (), set(), 5, [5, 1]),
+}  # fmt: skip
+"""Components and options; where the state is that storage has, which pages of SWA it has lost, which pages it does not
+give; how many pages come back, and the slots that they take on the host."""
+
+
+@pytest.mark.parametrize("case", FETCHED)
+def test_a_fresh_process_reads_back_what_is_whole(case: str) -> None:
+    components, options, checkpoint, missing, unreadable, pages, taken = FETCHED[case]
+    run = with_store_of(core_config(components, **({"window": 12} | options)), TEXT, checkpoint=checkpoint)
+    lose(run, missing)
+    before = host_free(run)
+    assert opened(run, unreadable=unreadable).finish() == pages * run.page
+    assert [had - left for had, left in zip(before, host_free(run), strict=True)] == taken
+    assert run.reach(TEXT) == (0, pages)
+    read_back(run, TEXT, pages).release()
 
 
 def test_what_came_from_storage_is_not_written_there_again() -> None:
-    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
+    run = stored("abcdefgh", "full,swa,mamba")
     opened(run).finish()
     run.flush()
     assert run.in_flight() == []
@@ -149,28 +156,20 @@ def test_what_came_from_storage_is_not_written_there_again() -> None:
 
 
 def test_it_is_skipped_below_the_threshold() -> None:
-    run = fresh(stored(), prefetch_threshold=33)
+    run = stored(prefetch_threshold=33)
     assert isinstance(open_fetch(run, spell(TEXT)), Skip)
 
 
 def test_it_is_refused_above_the_quota_and_goes_later() -> None:
-    run = fresh(two_texts(), max_prefetch_pages=10)
+    run = with_store_of(core_config(max_prefetch_pages=10), TEXT, "stuvwxyz")
     first = opened(run)
     assert isinstance(open_fetch(run, spell("stuvwxyz")), Wait)
     first.finish()
     assert isinstance(open_fetch(run, spell("stuvwxyz")), Fetch)
 
 
-def two_texts() -> SynchronousRuntime:
-    """A process whose store has two texts of eight pages."""
-    run = stored()
-    run.insert("stuvwxyz")
-    run.flush()
-    return run
-
-
 def test_one_that_waited_long_enough_passes_the_quota_and_no_other_does() -> None:
-    run = fresh(two_texts(), max_prefetch_pages=10)
+    run = with_store_of(core_config(max_prefetch_pages=10), TEXT, "stuvwxyz")
     opened(run)
     assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.LATER), Wait)
     assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.NEXT), Wait)
@@ -191,25 +190,13 @@ def test_one_is_asked_about_before_it_takes_or_begins_anything() -> None:
 
 
 def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> None:
-    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
+    run = stored("abcdefgh", "full,swa,mamba")
     before = host_free(run)
     first, second = opened(run), opened(run)
     assert (first.finish(), second.finish()) == (32, 32)
     assert run.ended[second.op] is Status.DONE
     assert host_free(run) == [before[0] - 8, before[1] - 2, before[2] - 1]
     read_back(run, TEXT, 8).release()
-
-
-def test_an_unreadable_page_ends_it_before_that_page() -> None:
-    run = stored()
-    assert opened(run, unreadable={(FULL, 5)}).finish() == 20
-    read_back(run, TEXT, 5).release()
-
-
-def test_a_short_host_ends_it_where_the_host_does() -> None:
-    run = fresh(stored(), components=core_config(host=5).components)
-    assert opened(run).finish() == 20
-    read_back(run, TEXT, 5).release()
 
 
 # the anchor
@@ -226,7 +213,7 @@ def test_the_anchors_backup_goes_first() -> None:
 
 
 def test_the_anchor_is_pinned() -> None:
-    run = fresh(stored(), components=core_config(device=8, host=12).components)
+    run = stored(device=8, host=12)
     saved(run, "abcd")
     fetch = opened(run)
     fetch.take_full(4)
@@ -267,53 +254,36 @@ def test_a_commit_waits_for_backups_on_its_way() -> None:
 # SWA: the whole window or nothing
 
 
-def swa_store(missing: tuple[int, ...] = (), window: int = 12, text: str = TEXT, **options: Any) -> SynchronousRuntime:
-    run = stored(text, "full,swa", window=window, **options)
-    for page, digest in enumerate(run.chain(SPACE, spell(text))):
-        if page in missing:
-            del run.storage[SWA, digest]
-    return run
-
-
-def test_swa_the_whole_window() -> None:
-    run = swa_store(missing=(0, 1, 2, 3, 4))
-    before = host_free(run)
-    assert opened(run).finish() == 32
-    assert host_free(run) == [before[0] - 8, before[1] - 3]
-    read_back(run, TEXT, 8).release()
+def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
+    """The store does not have SWA of these pages of TEXT any more."""
+    chain = run.chain(SPACE, spell(TEXT))
+    for page in pages:
+        del run.storage[SWA, chain[page]]
 
 
 @pytest.mark.parametrize("page", [4, 5, 6])
 def test_swa_one_page_short(page: int) -> None:
-    run = swa_store(missing=tuple({0, 1, 2, 3, 7, page}))
+    run = stored(components="full,swa", window=12)
+    lose(run, tuple({0, 1, 2, 3, 7, page}))
     before = host_free(run)
     assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
 
 
-def test_swa_one_page_unreadable_after_it_was_seen() -> None:
-    run = swa_store()
-    before = host_free(run)
-    assert opened(run, unreadable={(SWA, 6)}).finish() == 24
-    assert host_free(run) == [before[0] - 6, before[1] - 3]
-    read_back(run, TEXT, 6).release()
-
-
 def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
     """Also where a part of the window that it would complete is on the device alone."""
-    run = swa_store(window=16)
+    run = stored(components="full,swa", window=16)
     saved(run, "abcd")
     (node,) = run.core.world.roots[SPACE].children.values()  # type: ignore[union-attr]
     run.core.world.vacate(node, SWA + run.core.world.count)
     hung = opened(run, "abcdef")
     assert hung.shape.swa == ((0, 16),)
-    everything = granted(run, b"", new=64 * run.page)
-    everything.release()
+    take(run, 64).release()
     hung.finish()
 
 
 def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> None:
-    run = stored("mnop", "full,mamba", states=3, checkpoint=4)
+    run = stored("mnop", "full,mamba", states=3)
     run.insert("ab", checkpoint=2)
     run.settle()
     opened(run, "mnop")
@@ -324,14 +294,8 @@ def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> Non
 # MAMBA
 
 
-def test_mamba_needs_the_state_at_its_end() -> None:
-    run = stored(components="full,mamba", checkpoint=5)
-    assert opened(run).finish() == 20
-    read_back(run, TEXT, 5).release()
-
-
 def test_the_host_short_of_states_takes_none() -> None:
-    run = stored(components="full,mamba", checkpoint=8)
+    run = stored(components="full,mamba")
     run = SynchronousRuntime(resized(run.config, MAMBA, host=1), storage=run.storage)
     run.insert("xyz", checkpoint=3)
     run.complete(*run.in_flight(BackupHost))
@@ -351,35 +315,15 @@ OTHERS = ("mnop", "qrst", "uvwx", "MNOP", "QRST", "UVWX")
 def stored_narrow(swa: int = 8, window: int = 16) -> SynchronousRuntime:
     """A fresh process whose store has every page of SIX; host room for ``swa`` SWA pages, and for any number of
     FULL's."""
-    config = core_config("full,swa", device=16, host=64, window=window)
-    return with_store_of(resized(config, SWA, host=swa), SIX, first=core_config("full,swa", window=window))
-
-
-def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
-    """The store does not have SWA of these pages of TEXT any more."""
-    chain = run.chain(SPACE, spell(SIX))
-    for page in pages:
-        del run.storage[SWA, chain[page]]
-
-
-def clear_device(run: SynchronousRuntime) -> None:
-    """A request takes every page of the device for a moment."""
-    for _ in range(100):
-        request = run.lease(b"", new=16 * run.page)
-        if request is not None:
-            request.release()
-            return
-        run.settle()
-    raise AssertionError("the device is never free")
+    return with_store_of(resized(core_config("full,swa", device=16, window=window), SWA, host=swa), SIX)
 
 
 def push_out(run: SynchronousRuntime) -> None:
     """Others take all of SWA's host pages; then the device is cleared. A leaf would go whole: what has been continued
     keeps FULL, as its continuation goes first."""
     for other in OTHERS:
-        saved(run, other)
+        run.insert(other)
         clear_device(run)
-    run.settle()
 
 
 def host(run: SynchronousRuntime) -> list[tuple[int, int]]:
@@ -495,15 +439,12 @@ TEXTS = ("abcd", "efgh", "ijkl", "mnop")
 
 def stored_texts(components: str = "full", **options: Any) -> SynchronousRuntime:
     """A fresh process with this little room, whose store has every text."""
-    config, roomy = core_config(components, **options), core_config(components, device=256, host=256)
-    return with_store_of(config, *TEXTS, checkpoint=4 if "mamba" in components else 0, first=roomy)
+    return with_store_of(core_config(components, **options), *TEXTS)
 
 
 def fetch(run: SynchronousRuntime, text: str, *holders: int, begin: Begin = Begin.NEXT) -> int:
     """Prefetch it for these; how many pages."""
-    opened = open_fetch(run, spell(text), begin=begin)
-    assert isinstance(opened, Fetch), opened
-    return opened.finish(holders=holders) // run.page
+    return opened(run, text, begin=begin).finish(holders=holders) // run.page
 
 
 def drop(run: SynchronousRuntime, *holders: int) -> None:
@@ -511,7 +452,7 @@ def drop(run: SynchronousRuntime, *holders: int) -> None:
         run.perform(run.core.release_claim(holder))
 
 
-@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+@pytest.mark.parametrize("components", COMPONENTS)
 def test_what_is_claimed_is_not_evicted(components: str) -> None:
     run = stored_texts(components, host=8)
     fetch(run, "abcd", 1)
@@ -554,12 +495,11 @@ def test_a_prefetch_waits_for_room_that_is_claimed_and_holds_nothing() -> None:
 
 def test_what_a_prefetch_may_still_take_is_promised_to_it() -> None:
     run = stored_texts(device=64, host=6)
-    opened = open_fetch(run, spell("abcd"))
-    assert isinstance(opened, Fetch)
+    first = opened(run, "abcd")
     assert open_fetch(run, spell("efgh")) == Wait()
     run.insert("uvw")
     assert run.in_flight(BackupHost) == [], "a backup took the pages of a prefetch"
-    assert opened.finish() == 16
+    assert first.finish() == 16
 
 
 def test_one_that_waited_long_enough_takes_the_oldest_claims_that_no_lease_is_waiting_with() -> None:
@@ -615,7 +555,7 @@ def test_the_claim_of_the_request_that_came_last_goes_first(fetched: tuple[str, 
 
 
 def test_a_lease_waits_while_the_host_is_full_of_pages_on_their_way_to_storage() -> None:
-    run = SynchronousRuntime(core_config(device=8, host=4))
+    run = runtime(device=8, host=4)
     run.insert("abcd")
     run.complete(*run.in_flight(BackupHost))
     assert run.in_flight(BackupStorage)
@@ -641,10 +581,9 @@ def test_what_storage_has_is_not_backed_up_again_at_the_cost_of_waiting() -> Non
 
 
 def test_a_lease_waits_for_backups_rather_than_take_a_shorter_match() -> None:
-    run = SynchronousRuntime(core_config(device=12, host=16, max_backup_ops=1, storage=False))
+    run = runtime(device=12, host=16, max_backup_ops=1, storage=False)
     saved(run, "abcd")
-    push_out = granted(run, "z" * 12)
-    push_out.release()
+    take(run, 12).release()
     run.insert("stuv")
     run.insert("wxyz")  # its backup must wait for the one before it
     assert run.reach("abcd") == (0, 4)

@@ -29,7 +29,7 @@ from asynccache.core.policies import (
 )
 from asynccache.core.room import Verdict
 from asynccache.core.settings import Access
-from asynccache.core.tree import PRESENT, Node, Root, cut, link, walk
+from asynccache.core.tree import PRESENT, Node, Root, cut, link
 from asynccache.core.world import LATE
 from tests.core.core_kit import insert, saved, written
 from tests.simulated.leading import check_books, check_duel
@@ -48,10 +48,24 @@ def runtime(eviction: str, components: str = "full", **options: Any) -> Synchron
     return run
 
 
+def policy_of(run: SynchronousRuntime) -> P2c:
+    policy = run.core.world.policy
+    assert isinstance(policy, P2c)
+    return policy
+
+
 def what_is_learned(run: SynchronousRuntime) -> Learned:
     learned = run.core.learned()
     assert learned is not None
     return learned
+
+
+def asked(run: SynchronousRuntime, *requests: tuple[float, str]) -> SynchronousRuntime:
+    """Whole requests, each at its time."""
+    for now, text in requests:
+        run.core.at(now)
+        run.insert(text)
+    return run
 
 
 def judged(run: SynchronousRuntime, text: str) -> list[tuple[str, float, float]]:
@@ -63,17 +77,21 @@ def judged(run: SynchronousRuntime, text: str) -> list[tuple[str, float, float]]
 def hits(eviction: str, requests: Requests, device: int) -> float:
     """The share of all pages that were found, one request at a time, without a host."""
     core = CacheCore(core_config(device=device, host=0, eviction=eviction, page_size=512, publish=False))
-    found = total = 0
+    found = 0
     for now, text in requests:
         core.at(now)
-        key, tokens = spell(text, 512), len(text) * 512
-        grant = core.lease(LeaseRequest(SPACE, key, tokens, tokens, tokens))
-        assert isinstance(grant, Grant)
-        found += grant.lease.cached // 512
-        total += len(text)
-        core.commit(grant.lease, key, b"")
-        core.release(grant.lease)
-    return found / total
+        found += served(core, spell(text, 512)) // 512
+    return found / sum(len(text) for _, text in requests)
+
+
+def served(core: CacheCore, key: bytes) -> int:
+    """A whole request; how many of its tokens were found."""
+    tokens = len(key) // 4
+    grant = core.lease(LeaseRequest(SPACE, key, tokens, tokens, tokens))
+    assert isinstance(grant, Grant)
+    core.commit(grant.lease, key, b"")
+    core.release(grant.lease)
+    return grant.lease.cached
 
 
 def fresh(start: int, pages: int) -> str:
@@ -157,11 +175,7 @@ def test_the_first_hundred_requests_are_those_of_lru() -> None:
 def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "_MOST_GHOSTS", 50)
     for device, most in ((16, 8 * 16 // 4), (400, 50)):
-        run = runtime("p2c", device=device)
-        for now, text in once(400):
-            run.core.at(now)
-            run.insert(text)
-        learned = what_is_learned(run)
+        learned = what_is_learned(asked(runtime("p2c", device=device), *once(400)))
         assert learned.ghosts == most
         assert learned.returned == 0
 
@@ -173,11 +187,7 @@ def memory(eviction: str, nodes: int) -> tuple[int, int, int]:
     tracemalloc.start()
     for number in range(nodes):
         core.at(number * 0.5)
-        key = draws.randbytes(32)
-        grant = core.lease(LeaseRequest(SPACE, key, 8, 8, 8))
-        assert isinstance(grant, Grant)
-        core.commit(grant.lease, key, b"")
-        core.release(grant.lease)
+        served(core, draws.randbytes(32))
     gc.collect()
     used = tracemalloc.get_traced_memory()[0]
     watched, policy = 0, core.world.policy
@@ -205,33 +215,24 @@ def test_a_node_takes_at_most_96_bytes_more_than_under_lru_besides_ghosts() -> N
 def test_the_line_of_ghosts_has_few_that_came_back_and_no_eviction_clears_all_of_it() -> None:
     """A small cache in a loop: every ghost comes back, and leaves again."""
     run = runtime("p2c", device=64)
-    policy = run.core.world.policy
-    assert isinstance(policy, P2c)
-    for now, text in loop(3000):
-        run.core.at(now)
-        run.insert(text)
+    policy = policy_of(run)
+    for request in loop(3000):
+        asked(run, request)
         assert policy._held <= policy._most_pages
         assert len(policy._fifo) <= policy._most_ghosts
 
 
 def test_what_comes_back_is_known_again_and_goes_on_from_where_it_was() -> None:
     run = runtime("p2c", device=12)
-    for now, text in enumerate(("abcd", "abcdef", "mnopqrst", "uvwxyz12", "abcdef")):
-        run.core.at(now)
-        run.insert(text)
-    policy = run.core.world.policy
-    assert isinstance(policy, P2c)
-    assert policy.returned > 0
-    node = next(iter(run.core.world.roots[SPACE].children.values()))  # type: ignore[union-attr]
+    asked(run, *enumerate(("abcd", "abcdef", "mnopqrst", "uvwxyz12", "abcdef")))
+    assert policy_of(run).returned > 0
+    node = path_of(run, "abcd")[0]
     assert node.end == 4, "it is cut where it was cut before"
     assert (node.heat & HEAT_MASK) >> 3 == 3
 
 
 def test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own() -> None:
-    run = runtime("p2c", device=64)
-    for now, text in ((1.0, "abcd"), (11.0, "abcd"), (31.0, "abXY"), (32.0, "abZZ")):
-        run.core.at(now)
-        run.insert(text)
+    run = asked(runtime("p2c", device=64), (1.0, "abcd"), (11.0, "abcd"), (31.0, "abXY"), (32.0, "abZZ"))
     learned = what_is_learned(run)
     used = {curve.name: {k: count for k, count in enumerate(curve.used) if count} for curve in learned.curves}
     assert used["used once"] == {bin_of(10_000_000): pytest.approx(4)}
@@ -246,8 +247,7 @@ def test_curves_tell_the_share_that_comes_back_before_an_age() -> None:
     texts = [fresh(i, 2) for i in range(8)]
     for now, again in ((1.0, texts), (11.0, texts[:4]), (101.0, texts[4:6]), (401.0, [])):
         run.core.at(now)
-        for text in again:
-            run.insert(text)
+        insert(run, *again)
     learned = what_is_learned(run)
     once = next(curve for curve in learned.curves if curve.name == "used once")
     by_age = {age: once.again[bin_of(int(age * 1e6))] for age in (5, 20, 90, 300)}
@@ -258,10 +258,7 @@ def test_curves_tell_the_share_that_comes_back_before_an_age() -> None:
 
 
 def test_each_run_of_a_prompt_is_judged_and_what_was_ended_is_worth_nothing() -> None:
-    run = runtime("p2c", device=64)
-    for now, text in ((1.0, "abcd"), (3.0, "abXY"), (4.0, "abXY")):
-        run.core.at(now)
-        run.insert(text)
+    run = asked(runtime("p2c", device=64), (1.0, "abcd"), (3.0, "abXY"), (4.0, "abXY"))
     run.core.at(10.0)
     first, *others = judged(run, "abXY")
     assert first == ("forked once", 6.0, 1.0)
@@ -281,8 +278,7 @@ def test_a_policy_that_does_not_learn_says_nothing(mru: None) -> None:
 
 def test_without_a_clock_nothing_ages() -> None:
     run = runtime("p2c", device=16)
-    for _, text in lately(300):
-        run.insert(text)
+    insert(run, *(text for _, text in lately(300)))
     learned = what_is_learned(run)
     assert not any(any(curve.used[1:]) for curve in learned.curves)
 
@@ -309,13 +305,8 @@ def test_worth_rises_and_then_falls_and_is_less_where_less_is_used_again() -> No
 def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None:
     run = runtime("p2c", device=64)
     world = run.core.world
-    for now, text in enumerate(("abcd", "abcd", "abcd", "abcdef", "mnop", "abcdef")):
-        run.core.at(now)
-        run.insert(text)
-        node = next(iter(world.roots[SPACE].children.values()))  # type: ignore[union-attr]
-        while node.children:
-            node = next(iter(node.children.values()))
-        part = node.entry[0]
+    for request in enumerate(("abcd", "abcd", "abcd", "abcdef", "mnop", "abcdef")):
+        part = (node := path_of(asked(run, request), request[1])[-1]).entry[0]
         assert part is not None
         assert part.queue is world.queue(node, 0, LATE)
     assert {(node.heat & HEAT_MASK) >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
@@ -325,15 +316,13 @@ def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None
 def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every choice is the cheapest of all ends, and of equally cheap ones the oldest, worked out from nothing."""
     monkeypatch.setattr(Duel, "use", lambda duel, path, now: False)
-    run, asked = runtime("p2c", device=40), conversations(500)
-    policy = run.core.world.policy
-    assert isinstance(policy, P2c)
-    policy.duel.leads = True
-    chosen = 0
+    run = runtime("p2c", device=40)
+    policy_of(run).duel.leads = True
+    choose, chosen = P2c.choose, 0
 
-    def check(order: Order, now: int) -> Node | None:
+    def check(policy: P2c, order: Order, now: int) -> Node | None:
         nonlocal chosen
-        node = P2c.choose(policy, order, now)
+        node = choose(policy, order, now)
         ends = [
             (policy.curves.worth[kind][bin_of(now - part.stamps[at])], queue.slices[0].stamps[0], kind, part.nodes[at])
             for kind, queue in enumerate(order.rest) if queue.slices
@@ -345,23 +334,9 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypa
             chosen += 1
         return node
 
-    run.core.world.policy = run.core.world.shelves[0].policy = Checked(check, policy)
-    for now, text in asked:
-        run.core.at(now)
-        run.insert(text)
+    monkeypatch.setattr(P2c, "choose", check)
+    asked(run, *conversations(500))
     assert chosen > 500
-
-
-class Checked(EvictionPolicy):
-    """A policy whose choices are looked at."""
-
-    queues = P2c.queues
-    learns = True
-
-    def __init__(self, choose: Callable[[Order, int], Node | None], policy: P2c) -> None:
-        self.choose = choose  # type: ignore[method-assign, assignment]
-        self.queue, self.use, self.end = policy.queue, policy.use, policy.end  # type: ignore[method-assign]
-        self.forget, self.recall = policy.forget, policy.recall  # type: ignore[method-assign]
 
 
 class Mru(EvictionPolicy):
@@ -404,8 +379,7 @@ def test_a_policy_that_overlooks_a_queue_is_told_so_instead_of_a_full_cache(monk
 
 
 def insert_and_end(run: SynchronousRuntime, text: str) -> None:
-    request = written(run, text)
-    request.release(ended=True)
+    written(run, text).release(ended=True)
 
 
 def test_what_was_ended_goes_before_a_policy_is_asked(mru: None) -> None:
@@ -431,9 +405,7 @@ def test_nothing_is_missed_that_never_waited_where_prompts_repeat_their_pages(al
 
 
 def test_who_looks_at_what_was_learned_does_not_turn_the_clock() -> None:
-    run = runtime("p2c")
-    run.core.at(100.0)
-    run.insert("abc")
+    run = asked(runtime("p2c"), (100.0, "abc"))
     before = run.core.world.recency.time
     run.core.learned(50.0)
     run.core.learned(200.0)
@@ -444,10 +416,11 @@ def test_who_looks_at_what_was_learned_does_not_turn_the_clock() -> None:
 
 
 class Tree:
-    """Paths of nodes as a cache would hand them over; nothing leaves it. Each letter is a page."""
+    """Paths of nodes as a cache would hand them over; nothing leaves it. Each letter is a page. ``pages``: what each of
+    the two small caches has room for."""
 
-    def __init__(self, duel: Duel) -> None:
-        self.duel = duel
+    def __init__(self, pages: int, worth: list[list[float]] | None = None) -> None:
+        self.duel = Duel(pages, worth or [[1.0] * BINS for _ in CLASSES], _EDGES)
         self.root = Root(SPACE, 1)
         self.now = 0
 
@@ -462,21 +435,15 @@ class Tree:
             found = cut(found, len(text), 16)
         return found
 
-    def use(self, *texts: str, kind: int = 0) -> bool:
+    def use(self, *texts: str) -> bool:
         """A request over nodes with these texts, in a row."""
-        path, parent = [], self.root
+        path: list[Node] = [self.root]
         for text in texts:
-            node = self.node(parent, text)
-            path.append((node, kind))
-            parent = node  # type: ignore[assignment]
+            path.append(self.node(path[-1], text))
         self.now += 1_000_000
-        changed = self.duel.use([(node, kind) for node, kind in path if node.heat >> HEAT_BITS], self.now)
+        changed = self.duel.use([(node, 0) for node in path[1:] if node.heat >> HEAT_BITS], self.now)
         check_duel(self.duel)
         return changed
-
-
-def new(pages: int, worth: list[list[float]] | None = None) -> Tree:
-    return Tree(Duel(pages, worth or [[1.0] * BINS for _ in CLASSES], _EDGES))
 
 
 def held(tree: Tree) -> tuple[int, int]:
@@ -484,7 +451,7 @@ def held(tree: Tree) -> tuple[int, int]:
 
 
 def test_both_hold_as_much_as_there_is_room_for_and_what_is_used_stays() -> None:
-    tree = new(8)
+    tree = Tree(8)
     for text in ("abc", "def", "ghi", "jkl"):
         tree.use(text)
         assert max(held(tree)) <= 8
@@ -492,7 +459,7 @@ def test_both_hold_as_much_as_there_is_room_for_and_what_is_used_stays() -> None
 
 
 def test_a_long_prompt_after_many_small_nodes_makes_room_in_several_calls() -> None:
-    tree = new(200)
+    tree = Tree(200)
     for i in range(200):
         tree.use(chr(1000 + i))
     tree.use("a" * 150)
@@ -504,13 +471,12 @@ def test_a_long_prompt_after_many_small_nodes_makes_room_in_several_calls() -> N
     assert max(held(tree)) <= 200
 
 
-def prefer_the_old() -> list[list[float]]:
-    """What was used just now is worth least."""
-    return [[float(k) for k in range(BINS)] for _ in CLASSES]
+PREFER_THE_OLD = [[float(k) for k in range(BINS)] for _ in CLASSES]
+"""What was used just now is worth least."""
 
 
 def test_who_finds_more_leads_and_who_finds_less_does_not() -> None:
-    tree = new(12, prefer_the_old())
+    tree = Tree(12, PREFER_THE_OLD)
     changes = [tree.use(text * 3) for _ in range(8) for text in "abcdef"]
     assert tree.duel.leads, "of a loop that does not fit, the oldest is what comes back next"
     assert sum(changes) == 1
@@ -530,14 +496,8 @@ def test_who_finds_more_leads_and_who_finds_less_does_not() -> None:
 
 def test_what_was_learned_leads_where_all_is_alike_once_it_has_found_as_much_as_there_is_room_for() -> None:
     for requests, leads in ((lately(150), False), (lately(230), True), (once(300), False)):
-        run = runtime("p2c", device=400)
-        for now, text in requests:
-            run.core.at(now)
-            run.insert(text)
-        policy = run.core.world.policy
-        assert isinstance(policy, P2c)
-        assert policy.duel.leads is leads
-    tree = new(30, prefer_the_old())
+        assert policy_of(asked(runtime("p2c", device=400), *requests)).duel.leads is leads
+    tree = Tree(30, PREFER_THE_OLD)
     for _ in range(20):
         assert not tree.use("abc"), "nothing was learned yet"
     tree.duel.begin()
@@ -546,7 +506,7 @@ def test_what_was_learned_leads_where_all_is_alike_once_it_has_found_as_much_as_
 
 
 def test_no_single_request_changes_the_lead_of_a_small_cache() -> None:
-    tree = new(60, prefer_the_old())
+    tree = Tree(60, PREFER_THE_OLD)
     seen: list[int] = []
     while not tree.duel.leads:
         number = tree.now // 1_000_000
@@ -558,7 +518,7 @@ def test_no_single_request_changes_the_lead_of_a_small_cache() -> None:
 @pytest.mark.parametrize(("pages", "bound"), [(12, 2 * 3), (16 * 12, 12)])
 def test_what_was_long_ago_counts_for_no_more_than_the_bound(pages: int, bound: int) -> None:
     """A sixteenth of the room, or twice what a request asks for."""
-    tree = new(pages, prefer_the_old())
+    tree = Tree(pages, PREFER_THE_OLD)
     for _ in range(30):
         for text in range(pages // 2):
             tree.use(chr(0x4E00 + text) * 3)
@@ -596,14 +556,24 @@ def test_what_is_usual_is_not_known_before_a_hundred_requests() -> None:
     assert not any(usual(60, 1.0).falls(0.0) for _ in range(40))
 
 
-def test_who_leads_loses_that_when_what_was_kept_is_asked_for_no_more() -> None:
-    tree = new(60, prefer_the_old())
-    for _ in range(40):
+def leading_tree() -> Tree:
+    """Of a loop that does not fit, the oldest is worth most."""
+    tree = Tree(60, PREFER_THE_OLD)
+    around(tree, 40)
+    assert tree.duel.leads
+    assert tree.duel.ahead > 0
+    return tree
+
+
+def around(tree: Tree, times: int) -> None:
+    for _ in range(times):
         for text in "abcdef":
             tree.use(text * 3, text.upper() * 12)
-    assert tree.duel.leads
+
+
+def test_who_leads_loses_that_when_what_was_kept_is_asked_for_no_more() -> None:
+    tree = leading_tree()
     ahead, changes = tree.duel.ahead, 0
-    assert ahead > 0
     for number in range(40):
         changes += tree.use(chr(0x4E00 + number) * 15)
         if not tree.duel.ahead:
@@ -615,35 +585,29 @@ def test_who_leads_loses_that_when_what_was_kept_is_asked_for_no_more() -> None:
 
 
 def test_while_it_is_in_doubt_whether_less_is_found_the_oldest_goes_and_the_lead_is_not_lost() -> None:
-    tree = new(60, prefer_the_old())
-    for _ in range(40):
-        for text in "abcdef":
-            tree.use(text * 3, text.upper() * 12)
+    tree = leading_tree()
     ahead, misses = tree.duel.ahead, 0
     while tree.duel.leads:
         tree.use(chr(0x4E00 + misses) * 15)
         misses += 1
     assert misses < 8 < 16, "much sooner than it is sure"
     assert tree.duel.ahead == ahead
-    for _ in range(10):
-        for text in "abcdef":
-            tree.use(text * 3, text.upper() * 12)
+    around(tree, 10)
     assert tree.duel.leads, "what was usual is found again"
 
 
 def test_of_large_caches_only_some_nodes_are_drawn() -> None:
-    big = Duel(64 * policies._MOST_PAGES, prefer_the_old(), _EDGES)
+    big = Duel(64 * policies._MOST_PAGES, PREFER_THE_OLD, _EDGES)
     drawn = sum(big.draw() > 0 for _ in range(64_000))
     assert 850 <= drawn <= 1150
     assert big._room == policies._MOST_PAGES
-    assert all(Duel(1000, prefer_the_old(), _EDGES).draw() for _ in range(100))
+    assert all(Duel(1000, PREFER_THE_OLD, _EDGES).draw() for _ in range(100))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_its_books_are_right_after_every_request(seed: int) -> None:
-    run = runtime("p2c", device=40)
-    policy, draw = run.core.world.policy, random.Random(seed)
-    assert isinstance(policy, P2c)
+    run, draw = runtime("p2c", device=40), random.Random(seed)
+    policy = policy_of(run)
     for number in range(300):
         run.core.at(number)
         text = "".join(draw.choice("abc") for _ in range(draw.randrange(1, 12)))
@@ -657,8 +621,7 @@ def test_its_books_are_right_after_every_request(seed: int) -> None:
 
 def test_the_duel_gives_up_a_conversation_that_has_ended() -> None:
     run = runtime("p2c", device=40)
-    policy = run.core.world.policy
-    assert isinstance(policy, P2c)
+    policy = policy_of(run)
     run.insert("abc")
     known = len(policy.duel._seen)
     insert_and_end(run, "xyz")
@@ -669,10 +632,7 @@ def test_the_duel_gives_up_a_conversation_that_has_ended() -> None:
 
 @pytest.mark.source
 def test_as_long_as_it_does_not_lead_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stays(duel: Duel, path: object, now: int) -> bool:
-        return False
-
-    monkeypatch.setattr(Duel, "use", stays)
+    monkeypatch.setattr(Duel, "use", lambda duel, path, now: False)
     monkeypatch.setattr(Duel, "begin", lambda duel: None)
     for requests in (conversations(600), lately(600), loop(600), then(lately(300), once(300))):
         for device in (16, 40, 120):
@@ -711,22 +671,14 @@ def test_windows_and_states_go_by_recency_because_uses_of_a_node_are_no_uses_of_
     assert [len(shelf.orders[LATE].rest) for shelf in (first, *others)] == [len(CLASSES), 1, 1]
 
 
-class Oldest(EvictionPolicy):
-    def choose(self, order: Order, now: int) -> Node | None:
-        return order.rest[0].oldest() if order.rest[0].slices else None
-
-
-class OldestOfFull(Oldest):
-    full_only = True
-
-
-@pytest.mark.parametrize(("policy", "count"), [(Oldest, 3), (OldestOfFull, 1)])
+@pytest.mark.parametrize(("full_only", "count"), [(False, 3), (True, 1)])
 def test_a_policy_of_ones_own_chooses_among_windows_and_states_unless_it_says_otherwise(
-    policy: type[EvictionPolicy], count: int, monkeypatch: pytest.MonkeyPatch
+    full_only: bool, count: int, mru: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(POLICIES, "own", lambda config: policy())
-    world = runtime("own", "full,swa,mamba", device=16).core.world
-    assert sum(type(shelf.policy) is policy for shelf in world.shelves[: world.count]) == count
+    if full_only:
+        monkeypatch.setattr(Mru, "full_only", True)
+    world = runtime("mru", "full,swa,mamba", device=16).core.world
+    assert sum(type(shelf.policy) is Mru for shelf in world.shelves[: world.count]) == count
 
 
 TEXTS = ("abcd", "efgh", "ijkl", "ABCD", "EFGH", "IJKL")
@@ -751,8 +703,7 @@ def filled(*, storage: bool, **options: Any) -> SynchronousRuntime:
 
 def path_of(run: SynchronousRuntime, text: str) -> list[Node]:
     """The nodes of one text. Unlike a match this does not use them."""
-    (root,) = run.core.world.roots.values()
-    return walk(root, spell(text, run.page), 0, run.core.world.page_bytes)[0]
+    return run.core.world.find(SPACE, spell(text, run.page))[0]
 
 
 def on_host(run: SynchronousRuntime) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from random import Random
+from typing import Any
 
 import pytest
 
 from asynccache.core import audit
 from asynccache.core.cache import Access, Skip
-from asynccache.core.ledger import BACKUP_HOST, CLONE, LOAD_BACK, Kind
+from asynccache.core.ledger import BACKUP_HOST, CLONE, LOAD_BACK
 from asynccache.core.plan import (
     MOST_BYTES,
     MOST_OPS,
@@ -24,8 +25,8 @@ from asynccache.core.plan import (
     operations,
 )
 from asynccache.core.world import World
-from tests.core.core_kit import COMPONENTS, granted, insert, runtime, saved
-from tests.simulated.fetching import Fetch, open_fetch
+from tests.core.core_kit import COMPONENTS, copied, granted, insert, opened, runtime, saved, take, whole
+from tests.simulated.fetching import open_fetch
 from tests.simulated.synchronous import FULL, HASH, MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Write-through: nodes that split while their backup is in flight, backups that fail, and what is published when.
@@ -38,10 +39,6 @@ def stored_events(effects: list[Effect], medium: Medium) -> list[Publish]:
 def spelled(event: Publish) -> str:
     """The letters of an event's pages."""
     return "".join(chr(int.from_bytes(event.tokens[i : i + 4], "little")) for i in range(0, len(event.tokens), 16))
-
-
-def since(run: SynchronousRuntime, mark: int) -> list[Effect]:
-    return run.log[mark:]
 
 
 def stored(run: SynchronousRuntime, text: str, component: int = FULL) -> list[bool]:
@@ -85,14 +82,13 @@ def test_every_fragment_is_published_root_first_and_stored(
     components: str, splitters: list[str], fragments: list[str]
 ) -> None:
     run = runtime(components, window=32)
-    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
+    whole(run, "abcdefgh")
     backup = run.in_flight(BackupHost)
-    for splitter in splitters:
-        run.insert(splitter)
+    insert(run, *splitters)
     assert stored_events(run.log, Medium.CPU) == []
     mark = len(run.log)
     run.complete(*backup)
-    events = stored_events(since(run, mark), Medium.CPU)
+    events = stored_events(run.log[mark:], Medium.CPU)
     assert [spelled(e) for e in events] == fragments
     assert_root_first(run, events)
     run.settle()
@@ -154,12 +150,12 @@ def test_what_a_node_gains_later_is_backed_up_alone(components: str) -> None:
     mark = len(run.log)
     if "mamba" not in components:
         run.insert("abcdef")
-        assert [e for e in since(run, mark) if isinstance(e, (BackupHost, BackupStorage))] == []
+        assert [e for e in run.log[mark:] if isinstance(e, (BackupHost, BackupStorage))] == []
         return
     run.insert("abcdef", checkpoint=6)
     run.flush()
-    backups = [e for e in since(run, mark) if isinstance(e, BackupHost)]
-    stores = [e for e in since(run, mark) if isinstance(e, BackupStorage)]
+    backups = [e for e in run.log[mark:] if isinstance(e, BackupHost)]
+    stores = [e for e in run.log[mark:] if isinstance(e, BackupStorage)]
     assert [[move.component for move in e.moves] for e in backups] == [[MAMBA]]
     assert [[page.component for page in e.pages] for e in stores] == [[MAMBA]]
 
@@ -233,8 +229,8 @@ def test_backups_beyond_the_limit_are_deferred_and_not_lost() -> None:
 TEXT = "abcdefgh"
 
 
-def storing(storage: bool = False, **options: object) -> SynchronousRuntime:
-    return SynchronousRuntime(core_config(**{"device": 40, "host": 40, "storage": storage, **options}))  # type: ignore[arg-type]
+def storing(storage: bool = False, **options: Any) -> SynchronousRuntime:
+    return runtime(storage=storage, **options)
 
 
 def attach(run: SynchronousRuntime, access: Access = Access.WRITE) -> None:
@@ -321,9 +317,7 @@ def test_a_store_that_is_only_read_is_given_nothing() -> None:
     assert not run.storage
     assert run.unsaved() == (0, 0)
     run.storage.update({(FULL, digest): digest for digest in run.chain(SPACE, spell("xyz"))})
-    fetch = open_fetch(run, spell("xyz"))
-    assert isinstance(fetch, Fetch)
-    assert fetch.finish() == 3 * run.page
+    assert opened(run, "xyz").finish() == 3 * run.page
 
 
 def test_after_a_store_has_left_nothing_passes_for_stored() -> None:
@@ -356,8 +350,7 @@ def test_what_was_being_fetched_from_it_does_not() -> None:
     run.insert(TEXT)
     run.flush()
     other = SynchronousRuntime(run.config, storage=dict(run.storage))
-    fetch = open_fetch(other, spell(TEXT))
-    assert isinstance(fetch, Fetch)
+    fetch = opened(other)
     assert fetch.take_full(8) == 8
     detach(other, Access.WRITE)
     assert fetch.finish() == 8 * other.page
@@ -369,8 +362,7 @@ def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
     run.insert(TEXT)
     run.flush()
     detach(run, Access.WRITE)
-    run.insert("abcdx")
-    run.settle()
+    saved(run, "abcdx")
     run.flush()
     assert run.unsaved() == (0, 0)
     run.insert("abz")
@@ -436,14 +428,13 @@ def test_a_dead_namespace_is_not_stored_again() -> None:
 
 def on_host(run: SynchronousRuntime, text: str) -> list[int]:
     """Commit it and back it up; the operations that are to store it, and others."""
-    run.insert(text)
-    run.complete(*run.in_flight(BackupHost))
+    copied(run, text)
     return run.in_flight(BackupStorage)
 
 
 def away(texts: int = 20) -> SynchronousRuntime:
     """A store that has failed for so many texts."""
-    run = SynchronousRuntime(core_config(device=256, host=256))
+    run = runtime(device=256, host=256)
     for i in range(texts):
         run.fail(*on_host(run, chr(65 + i) * 4))
         assert not run.in_flight(BackupStorage), "it is not tried again at once"
@@ -490,7 +481,7 @@ def test_nothing_is_tried_again_while_storage_is_busy() -> None:
 
 
 def test_what_is_a_burden_to_the_host_is_left_to_the_next_drain() -> None:
-    run = SynchronousRuntime(core_config(device=16, host=16))
+    run = runtime(device=16, host=16)
     run.fail(*on_host(run, "abcdefgh"))
     run.complete(*on_host(run, "ijkl"))
     assert not run.in_flight(BackupStorage)
@@ -499,7 +490,7 @@ def test_what_is_a_burden_to_the_host_is_left_to_the_next_drain() -> None:
 
 
 def test_what_has_left_the_host_meanwhile_is_forgotten() -> None:
-    run = SynchronousRuntime(core_config(device=4, host=4))
+    run = runtime(device=4, host=4)
     run.fail(*on_host(run, "abcd"))
     run.fail(*on_host(run, "efgh"))  # in its place
     run.complete(*on_host(run, "ijkl"))
@@ -513,10 +504,6 @@ def move(component: int, *slots: int) -> Move:
     return Move(component, b"".join(slot.to_bytes(4, "little") for slot in slots), bytes(4 * len(slots)))
 
 
-def opened(world: World, kind: Kind = BACKUP_HOST) -> int:
-    return world.ledger.open(kind).id
-
-
 def backed_up(world: World, *moves: Move) -> int:
     op = world.ledger.open(BACKUP_HOST)
     world.backup(op, moves)
@@ -528,8 +515,8 @@ def test_backups_that_follow_each_other_are_one_effect_and_nothing_overtakes() -
     first = [
         backed_up(world, move(0, 1, 2), move(1, 7)), backed_up(world, move(0, 3)), backed_up(world, move(1, 8))
     ]  # fmt: skip
-    load = LoadBack(opened(world, LOAD_BACK), (move(0, 4),))
-    clone = Clone(opened(world, CLONE), (move(2, 1),), load.op)
+    load = LoadBack(world.ledger.open(LOAD_BACK).id, (move(0, 4),))
+    clone = Clone(world.ledger.open(CLONE).id, (move(2, 1),), load.op)
     world.copy(load)
     world.copy(clone)
     last = backed_up(world, move(0, 9))
@@ -555,9 +542,8 @@ def test_operations_of_one_effect_may_end_in_any_order_and_not_alike(
     order: tuple[int, ...], failing: int | None
 ) -> None:
     """Workers end them together. The core does not rely on that."""
-    run = SynchronousRuntime(core_config("full,swa,mamba", window=8, write_policy="write_back", write_back_watermark=0))
-    for text in ("abcd", "abcdefgh", "abcdefghij", "XY"):
-        run.insert(text, checkpoint=len(text))
+    run = runtime("full,swa,mamba", write_policy="write_back", write_back_watermark=0)
+    whole(run, "abcd", "abcdefgh", "abcdefghij", "XY")
     run.drain()
     (effect,) = [effect for effect in run.log if isinstance(effect, BackupHost)]
     ops = list(effect.ops)
@@ -574,7 +560,7 @@ def test_operations_of_one_effect_may_end_in_any_order_and_not_alike(
 
 
 def test_a_leaf_that_was_left_out_of_its_paths_backup_waits_in_its_order() -> None:
-    run = SynchronousRuntime(core_config(device=14, host=4, write_policy="write_back", write_back_watermark=0.8))
+    run = runtime(device=14, host=4, write_policy="write_back", write_back_watermark=0.8)
     first = granted(run, "abcdef", new=8)
     for pages in (3, 6):  # a node for each commit: the host can hold the first of them
         first.compute(pages * run.page)
@@ -584,4 +570,4 @@ def test_a_leaf_that_was_left_out_of_its_paths_backup_waits_in_its_order() -> No
     audit.check(run.core)
     run.flush()
     second.release()
-    granted(run, b"", new=14 * run.page)
+    take(run, 14)

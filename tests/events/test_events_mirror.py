@@ -157,18 +157,24 @@ class World:
 
 
 @asynccontextmanager
+async def opened(
+    storage: StorageBackend | None = None, device: int = 14, host: int = 24
+) -> AsyncIterator[tuple[AsyncCache, Reader]]:
+    reader, cpu = Reader(), CpuDevice()
+    config, told = settings(device=device, host=host), reader.notices.append
+    async with AsyncCache(config, device=cpu, storage=storage, on_event=told) as cache:
+        yield cache, reader
+    await cpu.aclose()
+
+
+@asynccontextmanager
 async def playing(folder: Path, open_: Opening, seed: int) -> AsyncIterator[tuple[World, Reader, StorageBackend]]:
-    config = settings(device=14, host=24)
-    backend = await open_(config, folder)
-    reader = Reader()
-    device = CpuDevice()
-    async with AsyncCache(config, device=device, storage=backend, on_event=reader.notices.append) as cache:
+    backend = await open_(settings(device=14, host=24), folder)
+    async with opened(backend) as (cache, reader):
         yield World(cache, seed), reader, backend
-    await device.aclose()
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("open_", [in_memory, in_files, roomy, failing])
 async def test_the_mirror_equals_tree_and_store_after_every_step(open_: Opening, seed: int, tmp_path: Path) -> None:
@@ -177,25 +183,29 @@ async def test_the_mirror_equals_tree_and_store_after_every_step(open_: Opening,
         for _ in range(60):
             before = set(reader.mirror.blocks[STORAGE])
             await world.step()
-            world.keys(set())
-            blocks = reader.read(world.cache)
-            assert blocks[Medium.GPU.value] == on_tier(world.cache, 0)
-            assert blocks[Medium.CPU.value] == on_tier(world.cache, 1)
+            on_both_tiers(world, reader)
             await settled(world.cache)
-            assert equal(world, reader, backend)
+            blocks = equal(world, reader, backend)
             removed += len(before - blocks[STORAGE])
             most = max(most, len(blocks[STORAGE]))
         assert most > 10, "it was never put to the test"
         assert removed > 10 or open_ in (roomy, failing), "the store evicts nothing"
 
 
-def equal(world: World, reader: Reader, backend: StorageBackend) -> bool:
+def on_both_tiers(world: World, reader: Reader) -> Blocks:
+    """The blocks that the mirror has; those of device and host are the tree's."""
     world.keys(set())
     blocks = reader.read(world.cache)
     assert blocks[Medium.GPU.value] == on_tier(world.cache, 0)
     assert blocks[Medium.CPU.value] == on_tier(world.cache, 1)
+    return blocks
+
+
+def equal(world: World, reader: Reader, backend: StorageBackend) -> Blocks:
+    """The blocks that the mirror has, which are those of the tree and of the store."""
+    blocks = on_both_tiers(world, reader)
     assert world.keys(blocks[STORAGE]) == stored_keys(backend)
-    return True
+    return blocks
 
 
 class Picky(WrappedBackend):
@@ -209,7 +219,6 @@ class Picky(WrappedBackend):
         return [*await super().put(keys[:-1], records[:-1]), Result.FAILED]
 
 
-@pytest.mark.asyncio
 async def test_what_a_lease_holds_beyond_a_reset_takes_nothing_with_it(tmp_path: Path) -> None:
     """The same pages are there twice then: those that nobody matches any more are none of the subscribers' business."""
     async with playing(tmp_path, roomy, 0) as (world, reader, backend):
@@ -221,13 +230,11 @@ async def test_what_a_lease_holds_beyond_a_reset_takes_nothing_with_it(tmp_path:
             assert not any(reader.read(cache).values())
             await serve(cache, text(4))
             await settled(cache)
-            assert equal(world, reader, backend)
+            equal(world, reader, backend)
         await settled(cache)
-        assert len(reader.read(cache)[Medium.GPU.value]) == 4
-        assert equal(world, reader, backend)
+        assert len(equal(world, reader, backend)[Medium.GPU.value]) == 4
 
 
-@pytest.mark.asyncio
 async def test_what_was_stored_of_a_backup_that_failed_is_told(tmp_path: Path) -> None:
     async def picky(config: CacheConfig, folder: Path) -> StorageBackend:
         return Picky(MemoryBackend())
@@ -236,21 +243,16 @@ async def test_what_was_stored_of_a_backup_that_failed_is_told(tmp_path: Path) -
         backend.picky = True  # type: ignore[attr-defined]
         await serve(world.cache, text(4))
         await settled(world.cache)
-        assert len(reader.read(world.cache)[STORAGE]) == 3
-        assert equal(world, reader, backend)
+        assert len(equal(world, reader, backend)[STORAGE]) == 3
         backend.picky = False  # type: ignore[attr-defined]
         await world.cache.flush()
-        assert len(reader.read(world.cache)[STORAGE]) == 4
-        assert equal(world, reader, backend)
+        assert len(equal(world, reader, backend)[STORAGE]) == 4
 
 
-@pytest.mark.asyncio
 async def test_what_is_left_of_an_earlier_life_is_told_when_it_is_read() -> None:
-    backend, device = MemoryBackend(), CpuDevice()
+    backend = MemoryBackend()
     for life in range(2):
-        reader = Reader()
-        config, told = settings(host=16), reader.notices.append
-        async with AsyncCache(config, device=device, storage=backend, on_event=told) as cache:
+        async with opened(backend, host=16) as (cache, reader):
             assert not reader.read(cache)[STORAGE]
             await serve(cache, text(4, extra=1))
             await cache.flush()
@@ -264,14 +266,11 @@ async def test_what_is_left_of_an_earlier_life_is_told_when_it_is_read() -> None
                 await serve(cache, text(4, extra=1))
                 await cache.flush()
     await backend.aclose()
-    await device.aclose()
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_told_of_a_store_after_the_cache_is_closed() -> None:
-    backend, device = MemoryBackend(), CpuDevice()
-    reader = Reader()
-    async with AsyncCache(settings(host=16), device=device, storage=backend, on_event=reader.notices.append) as cache:
+    backend = MemoryBackend()
+    async with opened(backend, host=16) as (cache, reader):
         await serve(cache, text(4))
     told = len(reader.notices)
     assert any(isinstance(notice, StorageReport) for notice in reader.notices)
@@ -279,18 +278,9 @@ async def test_nothing_is_told_of_a_store_after_the_cache_is_closed() -> None:
     assert len(reader.notices) == told
     assert backend._tell is None
     await backend.aclose()
-    await device.aclose()
 
 
 # Several stores, and stores that come and go: a block is on STORAGE while one of those attached has it.
-
-
-@asynccontextmanager
-async def opened(device: int = 14, host: int = 24) -> AsyncIterator[tuple[AsyncCache, Reader]]:
-    reader, cpu = Reader(), CpuDevice()
-    async with AsyncCache(settings(device=device, host=host), device=cpu, on_event=reader.notices.append) as cache:
-        yield cache, reader
-    await cpu.aclose()
 
 
 def there(backends: dict[str, StorageBackend], cache: AsyncCache) -> set[bytes]:
@@ -302,7 +292,6 @@ def known_to_the_tree(cache: AsyncCache) -> set[bytes]:
     return {pools.key("full", page).key for node in nodes(cache) for page in hashes_of(node)}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kinds", [(in_memory, in_files), (in_files, roomy), (failing, in_memory)])
 async def test_the_mirror_equals_the_stores_as_they_come_and_go(
@@ -319,10 +308,7 @@ async def test_the_mirror_equals_the_stores_as_they_come_and_go(
             await settled(cache)
             await turns()
             await settled(cache)
-            world.keys(set())
-            blocks = reader.read(cache)
-            told = world.keys(blocks[STORAGE])
-            assert blocks[Medium.GPU.value] == on_tier(cache, 0)
+            told = world.keys(on_both_tiers(world, reader)[STORAGE])
             assert told <= there(backends, cache), "a block that no store has"
             watched = {key for name in cache.stores for key in stored_keys(backends[name])
                        if not isinstance(backends[name], (Untold, FaultyBackend))}  # fmt: skip
@@ -341,7 +327,6 @@ async def change(cache: AsyncCache, backends: dict[str, StorageBackend], random:
         await cache.attach_storage(backends[name], name=name, backfill=random.random() < 0.5)
 
 
-@pytest.mark.asyncio
 async def test_what_a_store_has_that_is_attached_is_told_at_once_and_taken_back_when_it_goes() -> None:
     backend = MemoryBackend()
     async with opened(host=16) as (cache, _):
@@ -364,7 +349,6 @@ async def test_what_a_store_has_that_is_attached_is_told_at_once_and_taken_back_
     await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_block_is_gone_when_the_last_store_has_lost_it() -> None:
     first, second = MemoryBackend(), MemoryBackend()
     async with opened(host=16) as (cache, reader):
@@ -388,7 +372,6 @@ async def test_a_block_is_gone_when_the_last_store_has_lost_it() -> None:
     await second.aclose()
 
 
-@pytest.mark.asyncio
 async def test_many_keys_that_leave_are_told_in_slices() -> None:
     backend = MemoryBackend()
     async with opened(device=16, host=32) as (cache, reader):
@@ -454,7 +437,6 @@ def test_the_keys_of_an_index_come_in_parts_though_pages_come_go_and_move(monkey
     assert max(sizes) <= 3
 
 
-@pytest.mark.asyncio
 async def test_attaching_a_store_tells_its_keys_in_parts_outside_the_tree_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LISTED", 4)
     backend = MemoryBackend()
@@ -494,7 +476,6 @@ async def test_attaching_a_store_tells_its_keys_in_parts_outside_the_tree_lock(m
 LIMIT = 16
 
 
-@pytest.mark.asyncio
 async def test_names_of_namespaces_do_not_pile_up_and_those_with_pages_keep_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -142,7 +142,7 @@ def read(reader: Any, layout: EventLayout) -> tuple[Any, list[tuple[Any, ...]]]:
     return batch, [(type(event).__name__, *msgspec.structs.astuple(event)) for event in batch.events]
 
 
-def test_vllm_reads_the_maps() -> None:
+def test_vllm_reads_the_maps_and_no_arrays() -> None:
     batch, events = read(NowBatch, EventLayout.MAP)
     assert (batch.ts, batch.data_parallel_rank) == (12.5, 3)
     assert events == [
@@ -150,6 +150,8 @@ def test_vllm_reads_the_maps() -> None:
         ("NowStored", [9], None, [1, 2], 2, None, "STORAGE", None, [("tenant",)], *[None] * 7),
         ("NowRemoved", [BIG], "CPU", None, None, None), ("NowCleared",),
     ]  # fmt: skip
+    with pytest.raises(msgspec.ValidationError):
+        read(NowBatch, EventLayout.ARRAY)
 
 
 @pytest.mark.parametrize(("reader", "names"), [(BeforeBatch, "Before"), (FirstBatch, "First")])
@@ -162,11 +164,6 @@ def test_older_vllm_and_sglang_read_the_arrays(reader: Any, names: str) -> None:
     assert cleared == ("BeforeCleared",)
 
 
-def test_the_layouts_are_not_each_others() -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.Decoder(NowBatch).decode(Encoder(EventLayout.ARRAY).encode(BATCH))
-
-
 @pytest.mark.parametrize("layout", EventLayout)
 def test_a_batch_comes_back_as_it_was(layout: EventLayout) -> None:
     assert Decoder(layout).decode(Encoder(layout).encode(BATCH)) == BATCH
@@ -175,7 +172,6 @@ def test_a_batch_comes_back_as_it_was(layout: EventLayout) -> None:
 ADAPTER = Adapter("sql-v2", lora_name="sql", lora_id=7)
 
 
-@pytest.mark.asyncio
 async def test_vllm_reads_which_adapter_a_block_is_of() -> None:
     """Whatever names the namespace: the adapter, its key as plain text, or a tenant that is no adapter."""
     notices: list[Notice] = []
@@ -197,13 +193,6 @@ async def test_vllm_reads_which_adapter_a_block_is_of() -> None:
                     (None, None, None), (7, "sql", ("sql", "sql-v2"))]
     first = [e.block_hashes[0] for e in stored if e.parent_block_hash is None and e.medium == "GPU"]
     assert len(set(first)) == 4
-
-
-def test_an_adapter_is_its_key() -> None:
-    assert ADAPTER == "sql-v2"
-    assert hash(ADAPTER) == hash("sql-v2")
-    assert Adapter("code").lora_name == "code"
-    assert repr(ADAPTER) == "Adapter('sql-v2', lora_name='sql', lora_id=7)"
 
 
 # What is announced of the changes that the core names and the stores report.
@@ -229,59 +218,39 @@ def removed(medium: Medium, first: int, last: int) -> Publish:
     return Publish(medium, False, b"", b"".join(PAGES[first:last]), b"", b"")
 
 
-def opened() -> Announcer:
+THERE = named(Medium.STORAGE, 0, 1)
+ANNOUNCED: dict[str, tuple[list[Notice], list[Notice], list[Any]]] = {
+    "device and host as the core says": ([], [named(Medium.GPU, 0, 2), named(Medium.CPU, 2, 3, parent=1)], [
+        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "GPU", None),
+        BlockStored(LOW[2:3], LOW[1], [4, 5], 2, None, "CPU", None)]),
+    "removals from one medium in a row as one event": (
+        [], [removed(Medium.GPU, 1, 2), removed(Medium.GPU, 0, 1), removed(Medium.CPU, 0, 1)],
+        [BlockRemoved([LOW[1], LOW[0]], "GPU"), BlockRemoved([LOW[0]], "CPU")]),
+    "nothing that is there and not named": ([], [StorageReport(True, [key(0), key(1), key(3)])], []),
+    "what is named and there": ([StorageReport(True, [key(0), key(1), key(3)])], [named(Medium.STORAGE, 0, 4)], [
+        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "STORAGE", None),
+        BlockStored(LOW[3:4], LOW[2], [6, 7], 2, None, "STORAGE", None)]),
+    "a stored page once": ([StorageReport(True, [key(0)]), THERE], [THERE], []),
+    "what the store loses, if it was": ([StorageReport(True, [key(0), key(1)]), THERE],
+                                        [StorageReport(False, [key(0), key(1)])], [BlockRemoved([LOW[0]], "STORAGE")]),
+    "what was lost and came again": (
+        [StorageReport(True, [key(0)]), THERE, StorageReport(False, [key(0)]), StorageReport(True, [key(0)])],
+        [THERE], [BlockStored(LOW[:1], None, [0, 1], 2, None, "STORAGE", None)]),
+    "a cleared tree, and not what the store loses then": (
+        [StorageReport(True, [key(0)]), THERE], [Cleared(), StorageReport(False, [key(0)])], [AllBlocksCleared()]),
+    "the name of a namespace": ([], [named(Medium.GPU, 0, 2, space=SPACE)], [
+        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "GPU", None, [("tenant",), ("tenant",)])]),
+}  # fmt: skip
+"""What was told before, what is told, and what is announced of it."""
+
+
+@pytest.mark.parametrize("case", ANNOUNCED)
+def test_what_is_announced(case: str) -> None:
+    before, told, events = ANNOUNCED[case]
     announcer = Announcer()
     assert announcer.announce([OPENED]) == [AllBlocksCleared()]
-    return announcer
-
-
-def test_device_and_host_are_told_as_the_core_says() -> None:
-    events = opened().announce([named(Medium.GPU, 0, 2), named(Medium.CPU, 2, 3, parent=1)])
-    assert events == [
-        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "GPU", None),
-        BlockStored(LOW[2:3], LOW[1], [4, 5], 2, None, "CPU", None),
-    ]
-
-
-def test_removals_from_one_medium_in_a_row_are_one_event() -> None:
-    announcer = opened()
-    told = [removed(Medium.GPU, 1, 2), removed(Medium.GPU, 0, 1), removed(Medium.CPU, 0, 1)]
-    assert announcer.announce(told) == [BlockRemoved([LOW[1], LOW[0]], "GPU"), BlockRemoved([LOW[0]], "CPU")]
-
-
-def test_storage_is_what_is_named_and_there() -> None:
-    announcer = opened()
-    assert announcer.announce([StorageReport(True, [key(0), key(1), key(3)])]) == []
-    assert announcer.announce([named(Medium.STORAGE, 0, 4)]) == [
-        BlockStored(LOW[:2], None, [0, 1, 2, 3], 2, None, "STORAGE", None),
-        BlockStored(LOW[3:4], LOW[2], [6, 7], 2, None, "STORAGE", None),
-    ]
-
-
-def test_a_stored_page_is_announced_once() -> None:
-    announcer = opened()
-    announcer.announce([StorageReport(True, [key(0)]), named(Medium.STORAGE, 0, 1)])
-    assert announcer.announce([named(Medium.STORAGE, 0, 1)]) == []
-
-
-def test_what_the_store_loses_is_announced_if_it_was() -> None:
-    announcer = opened()
-    announcer.announce([StorageReport(True, [key(0), key(1)]), named(Medium.STORAGE, 0, 1)])
-    assert announcer.announce([StorageReport(False, [key(0), key(1)])]) == [BlockRemoved([LOW[0]], "STORAGE")]
-    announcer.announce([StorageReport(True, [key(0)])])
-    assert len(announcer.announce([named(Medium.STORAGE, 0, 1)])) == 1
-
-
-def test_a_cleared_tree_clears_all_and_what_the_store_loses_then_is_no_news() -> None:
-    announcer = opened()
-    announcer.announce([StorageReport(True, [key(0)]), named(Medium.STORAGE, 0, 1)])
-    assert announcer.announce([Cleared(), StorageReport(False, [key(0)])]) == [AllBlocksCleared()]
-
-
-def test_a_namespace_is_named() -> None:
-    (event,) = opened().announce([named(Medium.GPU, 0, 2, space=SPACE)])
-    assert isinstance(event, BlockStored)
-    assert event.extra_keys == [("tenant",), ("tenant",)]
+    announcer.announce(before)
+    assert announcer.announce(told) == events
 
 
 # vLLM's own module reads our stream, and our subscriber reads vLLM's own publisher. Nothing of vLLM is copied here.
@@ -346,7 +315,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @needs_vllm
-@pytest.mark.asyncio
 async def test_its_decoder_reads_what_a_cache_publishes(vllm: ModuleType) -> None:
     """By replay, frame for frame as its subscribers take it."""
     adapter, device = Adapter("sql-v2", lora_name="sql", lora_id=7), CpuDevice()

@@ -26,3 +26,11 @@ async def make_device(request: pytest.FixtureRequest) -> AsyncIterator[Callable[
     yield make
     for device in made:
         await device.aclose()
+
+
+@pytest_asyncio.fixture
+async def cpu() -> AsyncIterator[CpuDevice]:
+    """A device of one kind, which is closed at the end."""
+    device = CpuDevice()
+    yield device
+    await device.aclose()

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind, HitPolicy
+from asynccache.memory.device import Device
 from asynccache.memory.mover import Mover
 
 
-def pool(
-    name: str = "full",
-    component: ComponentKind = ComponentKind.FULL,
-    *,
-    size: int = 64,
-    layers: int = 4,
-    device_pages: int = 32,
-    host_pages: int = 48,
-    indices_from: str | None = None,
-) -> PoolSpec:
-    return PoolSpec(
-        name=name,
-        component=component,
-        bytes_per_page=size,
-        layers=layers,
-        device_pages=device_pages,
-        host_pages=host_pages,
-        hit_policy=HitPolicy.ALL_PAGES,
-        indices_from=indices_from,
-    )
+def pool(name: str = "full", component: ComponentKind = ComponentKind.FULL, *, size: int = 64, **more: Any) -> PoolSpec:
+    spec: dict[str, Any] = {"layers": 4, "device_pages": 32, "host_pages": 48, "hit_policy": HitPolicy.ALL_PAGES}
+    return PoolSpec(name=name, component=component, bytes_per_page=size, **(spec | more))
 
 
 def move(src: list[int], dst: list[int], component: ComponentKind = ComponentKind.FULL) -> Move:
     return Move(int(component), np.array(src, "<i4").tobytes(), np.array(dst, "<i4").tobytes())
+
+
+def filled(device: Device, *specs: PoolSpec) -> Mover:
+    """A mover of these pools, or of ``pool()``, with bytes on the device."""
+    mover = Mover(device, specs or [pool()])
+    fill_device(mover)
+    return mover
 
 
 def fill_device(mover: Mover, seed: int = 7) -> None:

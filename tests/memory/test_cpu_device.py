@@ -23,7 +23,7 @@ from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.memory.signals import WorkThread
-from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.memory.small_pools import device_page, filled, host_page, move, pool
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -148,10 +148,11 @@ async def test_aclose_ends_the_threads() -> None:
     assert not names & {t.name for t in threading.enumerate()}
 
 
-async def test_an_event_fires_even_if_its_stream_is_released_by_another_thread_while_it_is_recorded() -> None:
-    device = CpuDevice()
-    stream = device.stream("released")
-    release = threading.Thread(target=device.release, args=(stream,))
+async def test_an_event_fires_even_if_its_stream_is_released_by_another_thread_while_it_is_recorded(
+    cpu: CpuDevice,
+) -> None:
+    stream = cpu.stream("released")
+    release = threading.Thread(target=cpu.release, args=(stream,))
 
     def trace(frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
         if frame.f_code is not WorkThread.submit.__code__:
@@ -172,12 +173,10 @@ async def test_an_event_fires_even_if_its_stream_is_released_by_another_thread_w
     await asyncio.wait_for(event.wait(), 10)
     with pytest.raises(CacheClosed):
         stream.record()
-    await device.aclose()
 
 
-async def test_an_idle_stream_holds_no_buffers() -> None:
-    device = CpuDevice()
-    stream = device.stream("s")
+async def test_an_idle_stream_holds_no_buffers(cpu: CpuDevice) -> None:
+    stream = cpu.stream("s")
     gone = threading.Event()
 
     class Buffer:
@@ -189,12 +188,12 @@ async def test_an_idle_stream_holds_no_buffers() -> None:
 
     stream._thread.submit(Buffer())  # and nothing after it, which would take its place
     assert await asyncio.to_thread(gone.wait, 10)
-    await device.aclose()
 
 
-async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    mover = Mover(CpuDevice(), [pool()])
-    fill_device(mover)
+async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(
+    cpu: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = filled(cpu)
 
     def broken(src: object, dst: object, row_bytes: int) -> list[host_copies.Piece]:
         raise MemoryError("no room for index lists")
@@ -209,28 +208,23 @@ async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(mo
     assert isinstance(failed.value.__cause__, MemoryError)
     await mover.backup([move([2], [2])]).wait()
     assert host_page(mover, "full", 2) == device_page(mover, "full", 2)
-    await mover.device.aclose()
 
 
-async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
-    device = CpuDevice()
-    gate = device.gate()
+async def test_a_cancelled_waiter_leaves_nothing_behind(cpu: CpuDevice) -> None:
+    gate = cpu.gate()
     for _ in range(100):
         task = asyncio.create_task(gate.wait())
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
     assert gate._callbacks == []
-    await device.aclose()
 
 
-async def test_an_event_that_fires_between_check_and_subscription_is_not_lost() -> None:
-    device = CpuDevice()
+async def test_an_event_that_fires_between_check_and_subscription_is_not_lost(cpu: CpuDevice) -> None:
     for _ in range(500):
-        stream_event = device.gate()
+        stream_event = cpu.gate()
         thread = threading.Thread(target=stream_event.fire)
         thread.start()
         async with asyncio.timeout(60):
             await stream_event.wait()
         thread.join()
-    await device.aclose()

@@ -26,7 +26,7 @@ from asynccache.memory.device import OPTIONS, DeviceName, parse_device
 from asynccache.memory.host_copies import Faults
 from asynccache.memory.mover import Mover
 from asynccache.memory.pools import DevicePool, HostPool, check_room
-from tests.memory.small_pools import device_page, fill_device, host_page, move
+from tests.memory.small_pools import device_page, filled, host_page, move
 from tests.memory.small_pools import pool as spec_of
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import simulate
@@ -273,8 +273,8 @@ CONFIG = CacheConfig(
 ALL = np.arange(4, dtype=np.int32)
 
 
-async def test_all_of_it_arrives_and_each_layer_with_its_event() -> None:
-    mover = Mover(CpuDevice(), CONFIG.pools())
+async def test_all_of_it_arrives_and_each_layer_with_its_event(cpu: CpuDevice) -> None:
+    mover = Mover(cpu, CONFIG.pools())
     for i, pool in enumerate(mover.host_pools.values()):
         pool.array[:] = i + 1
     moves = [Move(0, ALL.tobytes(), ALL.tobytes()), Move(1, ALL.tobytes(), ALL.tobytes())]
@@ -286,7 +286,6 @@ async def test_all_of_it_arrives_and_each_layer_with_its_event() -> None:
     await events.done.wait()
     for i, device in enumerate(mover.device_pools.values()):
         assert all((array == i + 1).all() for array in device.arrays)
-    await mover.device.aclose()
 
 
 @pytest.mark.parametrize("covers", [(0,), (1, 0), (-1, 0), (0, 1, 2)])
@@ -355,8 +354,7 @@ def test_a_value_that_cannot_be_is_told(name: str, value: str, said: str) -> Non
 
 async def backup_then_load(seed: int, *, waits: bool) -> tuple[float, bool]:
     """When the load was done, and whether it brought the right bytes."""
-    mover = Mover(SimulatedDevice(seed=seed), [spec_of()])
-    fill_device(mover)
+    mover = filled(SimulatedDevice(seed=seed), spec_of())
     wanted = device_page(mover, "full", 1)
     backup = mover.backup([move([1], [1])])
     await mover.load([move([1], [2])], after=[backup] if waits else []).done.wait()

@@ -17,7 +17,7 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import CopyDirection
 from asynccache.memory.host_copies import Faults
 from asynccache.memory.mover import Mover
-from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.memory.small_pools import device_page, fill_device, filled, host_page, move, pool
 from tests.simulated.device import SimulatedDevice
 
 Make = Callable[..., CpuDevice | SimulatedDevice]
@@ -25,8 +25,7 @@ SLOW = Faults(delayed=1.0, delay=(0.001, 0.002))
 
 
 async def test_work_of_one_stream_keeps_its_order(make_device: Make) -> None:
-    mover = Mover(make_device(faults=SLOW), [pool()])
-    fill_device(mover)
+    mover = filled(make_device(faults=SLOW))
     wanted = [device_page(mover, "full", s) for s in range(8)]
     events = [mover.backup([move([s], [0])]) for s in range(8)]  # all onto one host page
     for i, event in enumerate(events):
@@ -45,8 +44,7 @@ async def test_a_clone_finds_what_the_load_that_it_needs_brought(make_device: Ma
 
 async def test_streams_run_past_each_other_and_a_missing_wait_shows(make_device: Make) -> None:
     device = make_device()
-    mover = Mover(device, [pool()])
-    fill_device(mover)
+    mover = filled(device)
     wanted = device_page(mover, "full", 1)
     gate = device.gate()
     backup = mover.backup([move([1], [1])], after=[gate])
@@ -125,8 +123,7 @@ async def test_a_load_that_fails_fails_from_one_layer_on(make_device: Make) -> N
 
 async def test_a_cancelled_waiter_stops_nothing(make_device: Make) -> None:
     device = make_device()
-    mover = Mover(device, [pool()])
-    fill_device(mover)
+    mover = filled(device)
     gate = device.gate()
     backup = mover.backup([move([4], [4])], after=[gate])
     waiters = [asyncio.create_task(backup.wait()) for _ in range(3)]
@@ -141,8 +138,7 @@ async def test_a_cancelled_waiter_stops_nothing(make_device: Make) -> None:
 
 async def test_aclose_finishes_what_is_queued_and_takes_no_more(make_device: Make) -> None:
     device = make_device(faults=SLOW)
-    mover = Mover(device, [pool()])
-    fill_device(mover)
+    mover = filled(device)
     events = [mover.backup([move([s], [s])]) for s in range(6)]
     await device.aclose()
     assert all(e.done() for e in events)
@@ -153,8 +149,7 @@ async def test_aclose_finishes_what_is_queued_and_takes_no_more(make_device: Mak
 
 async def test_a_cancelled_aclose_can_be_repeated_and_forgotten_gates_open(make_device: Make) -> None:
     device = make_device(faults=SLOW)
-    mover = Mover(device, [pool()])
-    fill_device(mover)
+    mover = filled(device)
     backups = [mover.backup([move([s], [s])], after=[device.gate()]) for s in range(4)]
     closing = asyncio.create_task(device.aclose())
     await asyncio.sleep(0)

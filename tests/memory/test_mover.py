@@ -25,7 +25,7 @@ from asynccache.memory.mover import Mover
 from asynccache.memory.pools import DevicePool, HostPool, PageCopy
 from asynccache.memory.signals import HAPPENED
 from asynccache.worker.pool_layout import PoolMap
-from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.memory.small_pools import device_page, fill_device, filled, host_page, move, pool
 from tests.simulated.device import SimulatedDevice, SimulatedStream
 
 # The mover: components become pools, logical pools move nothing, fences hold, errors come before allocation.
@@ -48,8 +48,8 @@ CONFIG = CacheConfig(
 )
 
 
-async def test_a_move_covers_the_components_pool_and_its_sidecars() -> None:
-    mover = Mover(CpuDevice(), CONFIG.pools(), host_align=16)
+async def test_a_move_covers_the_components_pool_and_its_sidecars(cpu: CpuDevice) -> None:
+    mover = Mover(cpu, CONFIG.pools(), host_align=16)
     fill_device(mover)
     moves = [move([1, 2], [8, 9], FULL), move([7], [3], SWA), move([4], [5], MAMBA)]
     await mover.backup(moves).wait()
@@ -61,11 +61,10 @@ async def test_a_move_covers_the_components_pool_and_its_sidecars() -> None:
     assert mover.layers == 5
     sizes = PoolMap(CONFIG.pools(), CONFIG.page_size, {}).size_of(moves)
     assert sizes == (4, 2, 2 * (10 + 7) + (24 + 9) + 40), "pages, those of FULL, bytes: with the sidecars"
-    await mover.device.aclose()
 
 
-async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
-    mover = Mover(CpuDevice(), [pool(size=0, layers=1)])
+async def test_a_logical_pool_alone_moves_nothing_and_is_done(cpu: CpuDevice) -> None:
+    mover = Mover(cpu, [pool(size=0, layers=1)])
     moves = [move([1], [2])]
     load = mover.load(moves)
     for event in (mover.backup(moves), mover.clone(moves), *load.layers):
@@ -73,23 +72,20 @@ async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
         assert event.done()
         await event.wait()
     load.wait_layer(mover.device.stream("engine"), 0)
-    await mover.device.aclose()
 
 
 @pytest.mark.parametrize("moves", [[], [move([], [])]])
-async def test_an_empty_batch_is_done(moves: list[object]) -> None:
-    mover = Mover(CpuDevice(), [pool()])
+async def test_an_empty_batch_is_done(moves: list[object], cpu: CpuDevice) -> None:
+    mover = Mover(cpu, [pool()])
     assert mover.backup(moves) is mover.clone(moves) is mover.load(moves).done is HAPPENED  # type: ignore[arg-type]
     assert len(mover.load([]).layers) == 4
-    await mover.device.aclose()
 
 
 async def test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but_no_backup(
     make_device: Callable[..., CpuDevice | SimulatedDevice],
 ) -> None:
     device = make_device()
-    mover = Mover(device, [pool()])
-    fill_device(mover)
+    mover = filled(device)
     before = mover.load([move([0], [0])])
     gates = [device.gate(), device.gate()]
     held = [
@@ -107,17 +103,16 @@ async def test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but
         await event.wait()
 
 
-async def test_an_engines_tensors_are_where_loads_arrive() -> None:
+async def test_an_engines_tensors_are_where_loads_arrive(cpu: CpuDevice) -> None:
     spec = pool(size=64, layers=2)
     mine = [torch.zeros((32, 16), dtype=torch.bfloat16) for _ in range(2)]
-    mover = Mover(CpuDevice(), [spec], device_tensors={"full": mine})
+    mover = Mover(cpu, [spec], device_tensors={"full": mine})
     fill_device(mover)
     wanted = device_page(mover, "full", 8)
     await mover.backup([move([8], [1])]).wait()
     await mover.load([move([1], [9])]).done.wait()
     await mover.clone([move([9], [10])]).wait()
     assert b"".join(t[10].view(torch.uint8).numpy().tobytes() for t in mine) == wanted
-    await mover.device.aclose()
 
 
 def test_tensors_for_an_unknown_pool_are_refused() -> None:
@@ -154,13 +149,12 @@ def test_a_pool_larger_than_this_machine_is_refused() -> None:
         Mover(CpuDevice(), [pool(size=1 << 30, device_pages=1 << 20)])
 
 
-async def test_without_a_host_tier_there_are_no_host_pools() -> None:
-    mover = Mover(CpuDevice(), [pool(host_pages=0)])
+async def test_without_a_host_tier_there_are_no_host_pools(cpu: CpuDevice) -> None:
+    mover = Mover(cpu, [pool(host_pages=0)])
     assert mover.host_pools == {}
     fill_device(mover)
     await mover.clone([move([1], [2])]).wait()
     assert device_page(mover, "full", 1) == device_page(mover, "full", 2)
-    await mover.device.aclose()
 
 
 def test_a_device_that_refuses_a_stream_has_those_before_it_back() -> None:

@@ -8,8 +8,6 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -27,59 +25,80 @@ from tests.runtime.runtime_kit import opened, serve, settings, text, until
 # A few pages over HTTP, asked for as a scraper, a browser and a vandal would.
 
 
-def _fetch(url: str, body: bytes | None) -> tuple[int, str, bytes]:
+def get(page: str, version: str = "HTTP/1.1", method: str = "GET") -> bytes:
+    return f"{method} {page} {version}\r\nHost: x\r\n\r\n".encode()
+
+
+def post(body: bytes, head: str = "") -> bytes:
+    return f"POST /explain HTTP/1.1\r\nHost: x\r\n{head or f'Content-Length: {len(body)}'}\r\n\r\n".encode() + body
+
+
+async def raw(to: MetricsServer, sent: bytes) -> tuple[bytes, bytes]:
+    """The head and the body of the answer to a client that sends all it has before it listens, as most do."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", to.port)
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=10) as answer:
-            return answer.status, answer.headers["Content-Type"], answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers["Content-Type"], error.read()
+        writer.write(sent)
+        await writer.drain()
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return head, body
+    finally:
+        writer.close()
 
 
-async def fetch(server: MetricsServer, path: str, body: Any = None) -> tuple[int, str, bytes]:
-    data = None if body is None else json.dumps(body).encode()
-    return await asyncio.to_thread(_fetch, f"http://127.0.0.1:{server.port}{path}", data)
+async def answer(to: MetricsServer, sent: bytes) -> tuple[int, str]:
+    """Its status, and what it says of the error."""
+    return said(*await raw(to, sent))
+
+
+def said(head: bytes, body: bytes) -> tuple[int, str]:
+    status = int(head.split()[1])
+    return status, json.loads(body)["error"] if b"application/json" in head and status != 200 else body.decode()
+
+
+async def explained(server: MetricsServer, **asked: Any) -> dict[str, Any]:
+    _, body = await answer(server, post(json.dumps(asked).encode()))
+    found: dict[str, Any] = json.loads(body)
+    return found
 
 
 async def test_the_pages() -> None:
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
         await serve(cache, text(4))
-        assert (await fetch(server, "/healthz"))[::2] == (200, b"ok\n")
-        status, kind, body = await fetch(server, "/metrics")
-        assert status == 200
-        assert kind.startswith("text/plain")
+        assert await answer(server, get("/healthz")) == (200, "ok\n")
+        head, body = await raw(server, get("/metrics"))
+        assert head.split()[1] == b"200"
+        assert b"content-type: text/plain" in head.lower()
         assert b'asynccache_requests_total{cache="test"} 1.0' in body
         assert b"asynccache_loop_lag_seconds_bucket" in body
-        _, kind, body = await fetch(server, "/statistics")
-        assert kind == "application/json"
+        head, body = await raw(server, get("/statistics"))
+        assert b"content-type: application/json" in head.lower()
         assert json.loads(body)["device"]["full"]["capacity"] == 16
         assert json.loads(body)["lookups"]["requests"] == 1
 
 
 async def test_explain_by_post_and_by_get() -> None:
-    async with opened(settings(host=16)) as cache, await start_metrics_server(cache) as server:
+    async with opened(settings(host=16, eviction="lru")) as cache, await start_metrics_server(cache) as server:
         await serve(cache, text(4))
         await cache.flush()
-        _, _, posted = await fetch(server, "/explain", {"tokens": text(4)})
-        _, _, got = await fetch(server, "/explain?tokens=" + ",".join(map(str, text(4))))
-        assert json.loads(posted) == json.loads(got)
-        assert json.loads(got)["device"] == 16
-        _, _, other = await fetch(server, "/explain", {"tokens": text(4), "namespace": "tenant"})
-        assert json.loads(other)["device"] == 0
+        posted = await explained(server, tokens=text(4))
+        got = json.loads((await answer(server, get("/explain?tokens=" + ",".join(map(str, text(4))))))[1])
+        assert posted == got
+        assert got["device"] == 16
+        assert (await explained(server, tokens=text(4), namespace="tenant"))["device"] == 0
 
 
 async def test_a_closed_cache_is_not_healthy() -> None:
     cache = AsyncCache(settings())
     async with await start_metrics_server(cache) as server:
         for page in ("/healthz", "/statistics", "/explain?tokens=1", "/metrics"):
-            assert (await fetch(server, page))[0] == 503
+            assert (await answer(server, get(page)))[0] == 503
         async with cache:
-            assert (await fetch(server, "/healthz"))[0] == 200
-        status, _, body = await fetch(server, "/healthz")
+            assert (await answer(server, get("/healthz")))[0] == 200
+        status, why = await answer(server, get("/healthz"))
         assert status == 503
-        assert "closed" in json.loads(body)["error"]
-        assert (await fetch(server, "/explain?tokens=1"))[0] == 503
-        assert (await fetch(server, "/metrics"))[0] == 200
+        assert "closed" in why
+        assert (await answer(server, get("/explain?tokens=1")))[0] == 503
+        assert (await answer(server, get("/metrics")))[0] == 200
 
 
 async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_who_waits() -> None:
@@ -89,7 +108,7 @@ async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_w
         held = await cache.lease(text(6)).__aenter__()
         waiting = asyncio.ensure_future(cache.lease(text(6, 1)).__aenter__())
         await until(lambda: cache.statistics().waiting == 1)
-        assert b'asynccache_closed{cache="test",reason=""} 0.0' in (await fetch(server, "/metrics"))[2]
+        assert 'asynccache_closed{cache="test",reason=""} 0.0' in (await answer(server, get("/metrics")))[1]
 
         def broken(*arguments: object) -> object:
             raise KeyError("a slot")
@@ -99,10 +118,10 @@ async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_w
             await held.extend(1)
         with pytest.raises(CacheClosed, match=r"books may be wrong.*a slot"):
             await waiting
-        status, _, body = await fetch(server, "/healthz")
+        status, why = await answer(server, get("/healthz"))
         assert status == 503
-        assert "books may be wrong" in json.loads(body)["error"]
-        metrics = (await fetch(server, "/metrics"))[2].decode()
+        assert "books may be wrong" in why
+        _, metrics = await answer(server, get("/metrics"))
         assert re.search(r'asynccache_closed{cache="test",reason="[^"]*books may be wrong[^"]*"} 1.0', metrics)
         free = cache.statistics().device["full"].free
         held.release()
@@ -150,7 +169,7 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket_open(hops: in
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
         async with await start_metrics_server(cache, port=port) as server:
-            assert (await fetch(server, "/healthz"))[0] == 200
+            assert (await answer(server, get("/healthz")))[0] == 200
 
 
 def test_without_uvicorn_one_sentence_says_what_to_install() -> None:
@@ -172,32 +191,6 @@ async def exposed() -> AsyncIterator[MetricsServer]:
     async with asyncio.timeout(SOON), opened(settings(host=16)) as cache, await start_metrics_server(cache) as found:
         yield found
         assert (await answer(found, get("/healthz")))[0] == 200
-
-
-async def read(reader: asyncio.StreamReader) -> tuple[int, str]:
-    """The status of an answer, and what it says of the error."""
-    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    status = int(head.split()[1])
-    return status, json.loads(body)["error"] if b"application/json" in head and status != 200 else body.decode()
-
-
-async def answer(to: MetricsServer, sent: bytes) -> tuple[int, str]:
-    """Of a client that sends all it has before it listens, as most do."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", to.port)
-    try:
-        writer.write(sent)
-        await writer.drain()
-        return await read(reader)
-    finally:
-        writer.close()
-
-
-def post(body: bytes, head: str = "") -> bytes:
-    return f"POST /explain HTTP/1.1\r\nHost: x\r\n{head or f'Content-Length: {len(body)}'}\r\n\r\n".encode() + body
-
-
-def get(page: str, version: str = "HTTP/1.1") -> bytes:
-    return f"GET {page} {version}\r\nHost: x\r\n\r\n".encode()
 
 
 BODIES = [
@@ -227,19 +220,9 @@ async def test_what_cannot_be_answered_is_refused_with_its_status_and_the_next_i
             assert (told[0], bool(told[1])) == (status, True), sent[:200]
         assert (await answer(found, post(json.dumps({"tokens": text(4)}).encode())))[0] == 200
         for page, wanted in (("/healthz", b"200"), ("/statistics", b"200"), ("/nothing", b"404")):
-            heads, bodies = zip(*[(await raw(found, f"{method} {page} HTTP/1.1\r\nHost: x\r\n\r\n".encode()))
-                                  .split(b"\r\n\r\n", 1) for method in ("GET", "HEAD")], strict=True)  # fmt: skip
+            heads, bodies = zip(*[await raw(found, get(page, method=how)) for how in ("GET", "HEAD")], strict=True)
             assert heads[0].split()[1] == wanted
             assert (heads[0], [bool(body) for body in bodies]) == (heads[1], [True, False])
-
-
-async def raw(to: MetricsServer, sent: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", to.port)
-    writer.write(sent)
-    try:
-        return await reader.read()
-    finally:
-        writer.close()
 
 
 async def test_a_body_that_is_too_large_is_a_413_also_for_who_sends_it_first() -> None:
@@ -266,16 +249,16 @@ async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_tric
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
         began, (start, drop) = time.monotonic(), TRICKLES[what]
         writer.write(start)
-        answered = asyncio.create_task(read(reader))
+        answered = asyncio.create_task(reader.read())
         while not answered.done():
             writer.write(drop)
             await asyncio.wait([answered], timeout=SHORT / 20)
         try:
-            answer = await answered
+            head, _, body = (await answered).partition(b"\r\n\r\n")
         except ConnectionError:
             pass  # dropped, and what was sent after the end had the answer thrown away before it was read
         else:
-            assert answer == (408, f"the request did not arrive within {SHORT:g} s")
+            assert said(head, body) == (408, f"the request did not arrive within {SHORT:g} s")
         assert time.monotonic() - began >= SHORT
         writer.close()
 
@@ -305,10 +288,8 @@ async def test_a_number_of_connections_is_open_and_no_more(monkeypatch: pytest.M
         silent = [await asyncio.open_connection("127.0.0.1", found.port) for _ in range(3)]
         await until(lambda: len(connections(found)) == 3)
         for _ in range(10):
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            status, why = await read(reader)
+            status, why = await answer(found, b"")
             assert (status, "connections already" in why) == (503, True)
-            writer.close()
         assert len(connections(found)) <= 4
         for _, writer in silent:
             writer.close()
@@ -352,5 +333,5 @@ async def test_a_collector_that_raises_is_a_500_that_says_so(kind: type[Exceptio
     registry = CollectorRegistry()
     registry.register(Broken())
     async with opened(settings(host=16)) as cache, await start_metrics_server(cache, registry=registry) as found:
-        status, said = await answer(found, get("/metrics"))
-    assert (status, "a figure" in said) == (500, True)
+        status, why = await answer(found, get("/metrics"))
+    assert (status, "a figure" in why) == (500, True)

@@ -6,9 +6,12 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -17,9 +20,72 @@ from asynccache.worker import Topology
 from tests.group import random_worlds
 from tests.group.group_kit import GroupWorld, play, settings
 from tests.group.group_kit import text as group_text
-from tests.sanitizer.kit import DIM, HEADS, LAYERS, PAGE, WIDTH, Model, config, serve, text
 from tests.simulated.loop import SimulatedLoop
 from tests.simulated.world import play as play_world
+
+torch.set_num_threads(1)  # the machine is shared, and tensors are small
+
+# A small engine of a user who has read docs/embedding.md: attention over float32 pages, one layer behind the other, so
+# that what is read from wrong pages is seen in what is written.
+
+
+PAGE, LAYERS, HEADS, DIM = 16, 3, 2, 8
+WIDTH = HEADS * DIM
+Table = npt.NDArray[np.int32]
+
+
+def config(device: int = 512, host: int = 2048, **more: Any) -> CacheConfig:
+    full = Full(bytes_per_token=LAYERS * 2 * WIDTH * 4, layers=LAYERS, dtype="float32", device_tokens=device,
+                host_tokens=host)
+    return CacheConfig(**{"model": "sanitized", "components": (full,), "page_size": PAGE, **more})
+
+
+class Model:
+    """Random weights. ``compute`` writes the KV of ``tokens[begin:end]``, and reads that of all tokens before."""
+
+    def __init__(self, cache: AsyncCache) -> None:
+        draw = torch.Generator().manual_seed(1)
+        layers = [cache.pools["full"].layer(i) for i in range(LAYERS)]
+        self.kv = [layer.view(torch.float32).view(len(layer), PAGE, 2, WIDTH) for layer in layers]
+        self.embed = torch.randn(1000, WIDTH, generator=draw)
+        self.weights = torch.randn(LAYERS, 3, WIDTH, WIDTH, generator=draw) / WIDTH**0.5
+
+    def compute(self, tokens: list[int], begin: int, end: int, table: Table) -> None:
+        pages = torch.from_numpy(table.copy()).long()
+        at, before = torch.arange(begin, end), torch.arange(end)
+        x = self.embed[torch.tensor(tokens[begin:end]) % 1000]
+        for kv, (q, k, v) in zip(self.kv, self.weights, strict=True):
+            kv[pages[at // PAGE], at % PAGE] = torch.stack([x @ k, x @ v], 1)
+            seen = kv[pages[before // PAGE], before % PAGE]
+            scores = (x @ q) @ seen[:, 0].T / WIDTH**0.5
+            scores = scores.masked_fill(before[None] > at[:, None], float("-inf"))
+            x = torch.nn.functional.layer_norm(x + scores.softmax(1) @ seen[:, 1], (WIDTH,))
+
+
+def text(seed: int, count: int = 100) -> list[int]:
+    return [(seed * 7919 + i * 31) % 100_000 for i in range(count)]
+
+
+@asynccontextmanager
+async def held(cache: AsyncCache, tokens: list[int], **more: Any) -> AsyncIterator[Lease]:
+    """A lease whose pages have all come."""
+    async with cache.lease(tokens, **more) as lease:
+        await lease.loaded()
+        yield lease
+
+
+async def serve(cache: AsyncCache, model: Model, prompt: list[int], count: int = 20, **more: Any) -> int:
+    """Serve a request as one should. Returns how many of its tokens were cached."""
+    async with held(cache, prompt, new_tokens=count, **more) as lease:
+        tokens, table = list(prompt), lease.pages
+        model.compute(tokens, lease.cached, len(tokens), table)
+        table = await lease.commit(tokens)
+        for i in range(count):
+            tokens.append(i)
+            model.compute(tokens, len(tokens) - 1, len(tokens), table)
+        await lease.commit(tokens)
+        return lease.cached
+
 
 # The mistakes that ``debug=True`` names, each made by a program as a user would write it.
 
@@ -40,15 +106,13 @@ def says(mistake: str) -> Callable[[Program], Program]:
 
 @says("committed without computing")
 async def commits_what_nobody_computed(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         await lease.commit(text(1))
 
 
 @says("committed without computing")
 async def forgets_the_last_layer(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         model.kv.pop()
         model.weights = model.weights[:-1]
         model.compute(text(1), lease.cached, 100, lease.pages)
@@ -58,8 +122,7 @@ async def forgets_the_last_layer(cache: AsyncCache, model: Model) -> None:
 @says("computed from cached + 1")
 async def begins_behind_the_first_token(cache: AsyncCache, model: Model) -> None:
     await serve(cache, model, text(1, 64), 0)
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         model.compute(text(1), lease.cached + 1, 100, lease.pages)
         await lease.commit(text(1))
 
@@ -67,8 +130,7 @@ async def begins_behind_the_first_token(cache: AsyncCache, model: Model) -> None
 @says("committed tokens that were not computed")
 async def commits_the_last_sampled_token(cache: AsyncCache, model: Model) -> None:
     tokens = text(1, 90)
-    async with cache.lease(tokens, new_tokens=6) as lease:
-        await lease.loaded()
+    async with held(cache, tokens, new_tokens=6) as lease:
         model.compute(tokens, lease.cached, 90, lease.pages)
         pages = await lease.commit(tokens)
         for token in range(6):
@@ -80,8 +142,7 @@ async def commits_the_last_sampled_token(cache: AsyncCache, model: Model) -> Non
 
 @says("committed tokens that were not computed")
 async def commits_a_second_chunk_too_early(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1, 128)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1, 128)) as lease:
         model.compute(text(1, 128), 0, 100, lease.pages)
         await lease.commit(text(1, 128))
 
@@ -100,8 +161,7 @@ async def computes_before_it_waits(cache: AsyncCache, model: Model) -> None:
 
 @says("wrote after the lease's end")
 async def writes_when_the_lease_has_ended(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         pages = lease.pages
     model.compute(text(1), 0, 100, pages)
     await serve(cache, model, text(2))
@@ -110,8 +170,7 @@ async def writes_when_the_lease_has_ended(cache: AsyncCache, model: Model) -> No
 @says("wrote after the lease's end")
 async def leaves_while_a_thread_writes(cache: AsyncCache, model: Model) -> None:
     go, thread = threading.Event(), None
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         pages = lease.pages
 
         def step() -> None:
@@ -127,8 +186,7 @@ async def leaves_while_a_thread_writes(cache: AsyncCache, model: Model) -> None:
 
 @says("used an old page table")
 async def keeps_writing_by_the_old_table(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         old = lease.pages
         await serve(cache, model, text(1), 0)
         model.compute(text(1), 0, 100, old)
@@ -141,8 +199,7 @@ async def keeps_writing_by_the_old_table(cache: AsyncCache, model: Model) -> Non
 
 @says("used an old page table")
 async def reads_by_the_old_table(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1, 96), new_tokens=40) as lease:
-        await lease.loaded()
+    async with held(cache, text(1, 96), new_tokens=40) as lease:
         old, tokens = lease.pages, text(1, 96)
         await serve(cache, model, tokens, 0)
         model.compute(tokens, 0, 96, old)
@@ -157,8 +214,7 @@ async def reads_by_the_old_table(cache: AsyncCache, model: Model) -> None:
 
 @says("two tasks on one lease")
 async def shares_a_lease_between_two_requests(cache: AsyncCache, model: Model) -> None:
-    async with cache.lease(text(1), new_tokens=40) as lease:
-        await lease.loaded()
+    async with held(cache, text(1), new_tokens=40) as lease:
         model.compute(text(1), 0, 100, lease.pages)
 
         async def answer(first: int) -> None:
@@ -176,8 +232,7 @@ async def shares_a_lease_between_two_requests(cache: AsyncCache, model: Model) -
 @says("wrote published pages")
 async def pads_its_table_with_page_0(cache: AsyncCache, model: Model) -> None:
     await serve(cache, model, text(1), 0)
-    async with cache.lease(text(2)) as lease:
-        await lease.loaded()
+    async with held(cache, text(2)) as lease:
         pages = lease.pages.copy()
         model.compute(text(2), 0, 100, pages)
         await lease.commit(text(2))
@@ -200,8 +255,7 @@ async def pads_its_table_with_a_free_page(cache: AsyncCache, model: Model) -> No
 @says("wrote published pages")
 async def writes_into_its_prefix(cache: AsyncCache, model: Model) -> None:
     await serve(cache, model, text(1), 0)
-    async with cache.lease(text(1)) as lease:
-        await lease.loaded()
+    async with held(cache, text(1)) as lease:
         model.compute(text(2), 0, 100, lease.pages)
         await lease.commit(text(1))
 
@@ -211,8 +265,7 @@ async def reads_a_page_of_nobody(cache: AsyncCache, model: Model) -> None:
     await serve(cache, model, text(1), 0)
     async with cache.lease(text(2)) as lease:
         free = lease.pages[:1].copy()
-    async with cache.lease(text(1, 64), namespace="other") as lease:
-        await lease.loaded()
+    async with held(cache, text(1, 64), namespace="other") as lease:
         taken = set(lease.pages.tolist())
         pages = lease.pages.copy()
         model.compute(text(1, 64), 0, 32, pages)
@@ -222,56 +275,54 @@ async def reads_a_page_of_nobody(cache: AsyncCache, model: Model) -> None:
         await lease.commit(text(1, 64))
 
 
+def run(body: Callable[[AsyncCache], Awaitable[object]], settings: CacheConfig) -> None:
+    async def main() -> None:
+        async with AsyncCache(settings, debug=True) as cache:
+            await body(cache)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("mistake", "program"), MISTAKES, ids=[one.__name__ for _, one in MISTAKES])
 def test_a_mistake_is_named(mistake: str, program: Program) -> None:
-    async def main() -> None:
-        async with AsyncCache(config(), debug=True) as cache:
-            await program(cache, Model(cache))
-
     with pytest.raises(WrongPages) as caught:
-        asyncio.run(main())
+        run(lambda cache: program(cache, Model(cache)), config())
     assert caught.value.mistake == mistake, caught.value
     assert str(caught.value).startswith(mistake)
-    places = ("test_mistakes.py", "kit.py", "no lease has had it")
+    places = ("test_mistakes.py", "no lease has had it")
     assert any(place in str(caught.value) for place in places), caught.value
 
 
 def test_bytes_a_token_and_a_view_that_do_not_fit() -> None:
     full = Full(bytes_per_token=2 * LAYERS * 2 * WIDTH * 4, layers=LAYERS, dtype="float32", device_tokens=512)
 
-    async def main() -> None:
-        async with AsyncCache(CacheConfig(model="twice", components=(full,)), debug=True) as cache:
-            layers = [cache.pools["full"].layer(i) for i in range(LAYERS)]
-            kv = [layer.view(torch.float32).view(-1, PAGE, 2, HEADS, DIM) for layer in layers]
-            async with cache.lease(text(1, 64)) as lease:
-                await lease.loaded()
-                for layer in kv:
-                    layer[lease.pages.tolist()] = torch.randn(4, PAGE, 2, HEADS, DIM)
-                await lease.commit(text(1, 64))
+    async def body(cache: AsyncCache) -> None:
+        async with held(cache, text(1, 64)) as lease:
+            for i in range(LAYERS):
+                kv = cache.pools["full"].layer(i).view(torch.float32).view(-1, PAGE, 2, HEADS, DIM)
+                kv[lease.pages.tolist()] = torch.randn(4, PAGE, 2, HEADS, DIM)
+            await lease.commit(text(1, 64))
 
     with pytest.raises(WrongPages) as caught:
-        asyncio.run(main())
+        run(body, CacheConfig(model="twice", components=(full,)))
     assert caught.value.mistake == "bytes and view do not fit"
 
 
 def test_a_right_program_is_not_accused() -> None:
-    async def main() -> int:
-        async with AsyncCache(config(), debug=True) as cache:
-            model, hits = Model(cache), 0
-            for _ in range(3):
-                for seed in range(6):
-                    hits += await serve(cache, model, text(seed))
-            hits += sum(await asyncio.gather(*(serve(cache, model, text(seed)) for seed in range(12))))
-            assert cache.statistics().lookups.hits["host"] > 0
-            return hits
+    async def body(cache: AsyncCache) -> None:
+        model, hits = Model(cache), 0
+        for seed in [*range(6)] * 3:
+            hits += await serve(cache, model, text(seed))
+        hits += sum(await asyncio.gather(*(serve(cache, model, text(seed)) for seed in range(12))))
+        assert hits > 1000
+        assert cache.statistics().lookups.hits["host"] > 0
 
-    assert asyncio.run(main()) > 1000
+    run(body, config())
 
 
 # ``debug=True`` for windows, states, sidecars and typed pools, behind events, and on every rank.
 
 
-OWN_PAGE = 16
 ALL = CacheConfig(
     model="all",
     components=(
@@ -279,8 +330,8 @@ ALL = CacheConfig(
         SlidingWindow.attention(window=40, layers=2, kv_heads=2, head_dim=8, dtype="float32", device=1024, host=2048),
         Mamba.recurrent(layers=2, parts=[(4, 8), (3,)], device=24, host=24),
     ),
-    sidecars=(Sidecar(name="index", indices_from="full", bytes_per_page=OWN_PAGE * 16),),
-    page_size=OWN_PAGE,
+    sidecars=(Sidecar(name="index", indices_from="full", bytes_per_page=PAGE * 16),),
+    page_size=PAGE,
 )
 
 
@@ -299,10 +350,10 @@ class Hybrid:
             for layer in range(0 if (name, self.without) == ("swa", "window") else 2):
                 kv = pools[name].kv(layer)
                 for part in range(1 if (name, self.without) == ("full", "values") else 2):
-                    kv[table[at // OWN_PAGE], part, at % OWN_PAGE] = torch.randn(len(at), 2, 8)
+                    kv[table[at // PAGE], part, at % PAGE] = torch.randn(len(at), 2, 8)
         if self.without != "sidecar":
-            pages = lease.pages[begin // OWN_PAGE : -(-end // OWN_PAGE)].tolist()
-            pools["index"].layer(0)[pages] = torch.randint(0, 255, (len(pages), OWN_PAGE * 16), dtype=torch.uint8)
+            pages = lease.pages[begin // PAGE : -(-end // PAGE)].tolist()
+            pools["index"].layer(0)[pages] = torch.randint(0, 255, (len(pages), PAGE * 16), dtype=torch.uint8)
 
     def save_state(self, slot: int) -> None:
         if self.without != "state":
@@ -311,44 +362,32 @@ class Hybrid:
                     part[slot] = torch.randn(part.shape[1:])
 
     async def serve(self, prompt: list[int]) -> int:
-        async with self.cache.lease(prompt) as lease:
-            await lease.loaded()
+        async with held(self.cache, prompt) as lease:
             self.compute(lease, lease.cached, len(prompt))
-            end = len(prompt) // OWN_PAGE * OWN_PAGE
+            end = len(prompt) // PAGE * PAGE
             self.save_state(int(lease.states[1]))
             await lease.commit(prompt, checkpoint=(end, int(lease.states[1])))
             lease.advance(len(prompt))
             return lease.cached
 
 
-def run(body: Callable[[AsyncCache], Awaitable[object]], settings: CacheConfig = ALL) -> None:
-    async def main() -> None:
-        async with AsyncCache(settings, debug=True) as cache:
-            await body(cache)
-
-    asyncio.run(main())
-
-
 def test_all_components_served_rightly_are_not_accused() -> None:
     async def body(cache: AsyncCache) -> None:
         engine, hits = Hybrid(cache), 0
-        for _ in range(2):
+        for more in ([], [], text(99, 50)):
             for seed in range(8):
-                hits += await engine.serve(text(seed, 100))
-        for seed in range(8):
-            hits += await engine.serve([*text(seed, 100), *text(99, 50)])
+                hits += await engine.serve([*text(seed, 100), *more])
         assert hits >= 8 * 96
         assert cache.statistics().stages["load_back"].pages > 0
 
-    run(body)
+    run(body, ALL)
 
 
 def test_pages_that_a_lease_gives_back_and_gets_again_are_fresh_again() -> None:
     """A window goes round in few pages: ``advance`` frees them, and ``extend`` takes them again."""
     async def body(cache: AsyncCache) -> None:
         engine, tokens = Hybrid(cache), text(1, 40)
-        async with cache.lease(tokens, states=1) as lease:
-            await lease.loaded()
+        async with held(cache, tokens, states=1) as lease:
             engine.compute(lease, 0, 40)
             had: set[int] = set()
             for _ in range(12):
@@ -363,7 +402,7 @@ def test_pages_that_a_lease_gives_back_and_gets_again_are_fresh_again() -> None:
     small = SlidingWindow.attention(window=20, layers=2, kv_heads=2, head_dim=8, dtype="float32", device=112, host=112)
     full = Full.attention(layers=2, kv_heads=2, head_dim=8, dtype="float32", device=1024, host=1024)
     run(body, CacheConfig(model="few", components=(full, small, *ALL.components[2:]), sidecars=ALL.sidecars,
-                          page_size=OWN_PAGE))
+                          page_size=PAGE))
 
 
 @pytest.mark.parametrize(("without", "says"), [
@@ -375,15 +414,14 @@ def test_a_component_that_is_forgotten_is_named(without: str, says: str) -> None
         await Hybrid(cache, without).serve(text(1, 100))
 
     with pytest.raises(WrongPages) as caught:
-        run(body)
+        run(body, ALL)
     assert says in str(caught.value)
 
 
 def test_a_state_that_is_written_after_its_commit_is_found_by_the_next_hit() -> None:
     async def body(cache: AsyncCache) -> None:
         engine = Hybrid(cache)
-        async with cache.lease(text(1, 100)) as lease:
-            await lease.loaded()
+        async with held(cache, text(1, 100)) as lease:
             engine.compute(lease, 0, 100)
             slot = int(lease.states[1])
             engine.save_state(slot)
@@ -392,7 +430,7 @@ def test_a_state_that_is_written_after_its_commit_is_found_by_the_next_hit() -> 
         await engine.serve([*text(1, 100), 5])
 
     with pytest.raises(WrongPages) as caught:
-        run(body)
+        run(body, ALL)
     assert caught.value.mistake == "wrote published pages"
     assert "'mamba'" in str(caught.value)
 
@@ -401,15 +439,13 @@ def test_a_commit_after_an_event_is_judged_when_that_has_fired(caplog: pytest.Lo
     async def body(cache: AsyncCache) -> None:
         device: Any = cache.device
         model, gate, late = Model(cache), device.gate(), device.gate()
-        async with cache.lease(text(1)) as lease:
-            await lease.loaded()
+        async with held(cache, text(1)) as lease:
             await lease.commit(text(1), after=gate)
             model.compute(text(1), 0, 100, lease.pages)
             gate.open()
             await gate.wait()
         assert await serve(cache, model, text(1)) == 96
-        async with cache.lease(text(2)) as lease:
-            await lease.loaded()
+        async with held(cache, text(2)) as lease:
             await lease.commit(text(2), after=late)
             late.open()
             await late.wait()

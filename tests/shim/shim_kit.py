@@ -20,6 +20,7 @@ from asynccache_shim import NO_TOKEN, Batch, Chunk, Limits, Request, Scheduler, 
 from asynccache import AsyncCache, CacheConfig, Full, Hits, Mamba, SlidingWindow
 from asynccache.core.audit import check
 from asynccache.core.cache import CacheCore
+from tests.runtime.runtime_kit import text as text
 
 PAGE = 4
 LAYERS = 2
@@ -73,6 +74,15 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         out.append(next_token(np.array(out, np.int32)))
     return out[len(tokens):]
+
+
+def plain(batch: Batch) -> Any:
+    """What a model reads of it."""
+    return batch.ended, [
+        (w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
+         w.states.tolist(), w.checkpoint, w.sample, w.sampling)
+        for w in batch.chunks
+    ]  # fmt: skip
 
 
 class PatternModel:
@@ -244,8 +254,3 @@ async def push_out(cache: AsyncCache) -> None:
     everything = tiers["full"].capacity * PAGE
     async with cache.lease([7], new_tokens=everything - 1, chunk=everything, swa_chunk=tokens, states=states):
         pass
-
-
-def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
-    """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
-    return [seed * 100_000 + i for i in range(pages * PAGE + extra)]

@@ -27,7 +27,7 @@ from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
 from asynccache.worker import Topology
 from asynccache.worker.local import Storage
-from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation
+from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation, plain
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.links import SimulatedGroup
@@ -53,8 +53,7 @@ class Ask:
 @dataclass(slots=True)
 class Report:
     """The results of a world. ``ends``: how many requests ended in each way. ``errors``: the errors that ended ranks.
-    ``named``, ``unnamed``: commits and releases with and without a batch. ``told``: seconds from a rank's end until all
-    others had ended."""
+    ``named``, ``unnamed``: commits and releases with and without a batch."""
 
     outputs: list[list[int]] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
@@ -64,8 +63,6 @@ class Report:
     named: int = 0
     unnamed: int = 0
     retractions: int = 0
-    steps: int = 0
-    told: float = 0.0
 
 
 class ShardModel(PatternModel):
@@ -73,23 +70,14 @@ class ShardModel(PatternModel):
 
     def __init__(self, pools: Any, window: int, rank: int) -> None:
         super().__init__(pools, window, salt=rank + 1)
-        self.rank = rank
         self.handed: list[Any] = []
         self.fails: Callable[[int], bool] = lambda _: False
 
     def forward(self, batch: Batch) -> list[int]:
-        self.handed.append(_plain(batch))
+        self.handed.append(plain(batch))
         if self.fails(len(self.handed) - 1):
             raise OSError("out of memory")
         return super().forward(batch)
-
-
-def _plain(batch: Batch) -> Any:
-    return batch.ended, [
-        (w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
-         w.states.tolist(), w.checkpoint, w.sample, w.sampling)
-        for w in batch.chunks
-    ]  # fmt: skip
 
 
 class World:
@@ -177,7 +165,6 @@ class World:
             async with Scheduler(self.cache, self.models[0], self.settings) as scheduler:
                 self.scheduler = scheduler
                 await callers()
-            self.report.steps += scheduler.steps
             await self.cache.flush()
             assert not self.cache.core.active_fetches()
 
@@ -240,21 +227,14 @@ class World:
 
     async def lose(self, strike: Callable[[], None], after: float) -> Report:
         """``strike`` ends a rank while requests run: all others are told and end. Then a new group begins."""
-        struck: list[float] = []
-
-        def now() -> None:
-            struck.append(self.loop.time())
-            strike()
-
         async def struck_down() -> None:
-            self.loop.call_later(after, now)
+            self.loop.call_later(after, strike)
             await self.callers()
             await asyncio.sleep(2 * TIMEOUT)  # an idle scheduler hears it, too
             assert isinstance(self.scheduler.failure, RankFailure)
             raise RankFailure("told")
 
         await self.live(struck_down)
-        self.report.told = self.loop.time() - struck[0]
         self.fails, self.silent = {}, set()
         lost, self.report.errors = self.report.errors, {}
         await self.live(self.callers)

@@ -11,7 +11,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -48,17 +47,24 @@ def play(seed: int, topology: Topology, **drawn: Any) -> Report:
     return simulate(world, seed)
 
 
+def looked_at(seed: int, topology: Topology, monkeypatch: pytest.MonkeyPatch, **drawn: Any) -> Report:
+    """What becomes of a world that is looked at closely."""
+
+    async def world(loop: SimulatedLoop) -> Report:
+        with monkeypatch.context() as patch:
+            made = World(loop, seed, topology, **drawn)
+            look_closely(made, patch.setattr)
+            return await made.run()
+
+    return simulate(world, seed)
+
+
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", worlds(40, quick=2))
 def test_every_shard_computes_what_the_scheduler_says(
     seed: int, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def world(loop: SimulatedLoop) -> Report:
-        made = World(loop, seed, topology)
-        look_closely(made, monkeypatch.setattr)
-        return await made.run()
-
-    report = simulate(world, seed)
+    report = looked_at(seed, topology, monkeypatch)
     assert sum(report.ends.values()) >= REQUESTS
     assert report.ends["failed"] == 0
     assert report.named > 0
@@ -83,13 +89,8 @@ def test_the_worlds_are_worth_their_time() -> None:
 
 
 def test_a_scheduler_that_names_no_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def world(loop: SimulatedLoop) -> Report:
-        made = World(loop, 3, TP2)
-        look_closely(made, monkeypatch.setattr)
-        return await made.run()
-
     monkeypatch.setattr(Board, "batch", None)
-    assert simulate(world, 3).unnamed > 0
+    assert looked_at(3, TP2, monkeypatch).unnamed > 0
 
 
 def test_a_load_that_is_taken_to_be_there_when_it_has_ended_on_one_rank_is_seen(
@@ -100,20 +101,12 @@ def test_a_load_that_is_taken_to_be_there_when_it_has_ended_on_one_rank_is_seen(
 
     def play_some() -> None:
         for seed in range(12):
-            simulate(partial(_late, seed=seed, monkeypatch=monkeypatch), seed)
+            looked_at(seed, TP2, monkeypatch, faults=Faults(delayed=0.3), latency=1e-2)  # copies take long
 
     with pytest.raises(BaseException, match=r"wrong KV|leaves before|wrong state|TaskGroup") as seen:
         play_some()
     found = seen.value
     assert not isinstance(found, BaseExceptionGroup) or found.subgroup(AttributeError) is None, "a mistake in this test"
-
-
-async def _late(loop: SimulatedLoop, seed: int, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """The world of ``seed``, whose copies take long."""
-    with monkeypatch.context() as patch:
-        made = World(loop, seed, TP2, faults=Faults(delayed=0.3), latency=1e-2)
-        look_closely(made, patch.setattr)
-        return await made.run()
 
 
 async def _loaded_here(self: Lease) -> None:

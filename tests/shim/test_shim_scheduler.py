@@ -31,6 +31,7 @@ async def held_up(served: Served) -> AsyncIterator[None]:
     served.model.entered.clear()
     served.model.gate = threading.Event()
     try:
+        await until(served.model.entered.is_set)
         yield
     finally:
         served.model.gate.set()
@@ -105,11 +106,14 @@ def kept(served: Served) -> list[int]:
     return [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
 
 
-async def test_states_are_kept_where_chunks_end() -> None:
+async def test_states_are_kept_where_chunks_end_and_now_and_then_while_decoding() -> None:
     async with serving(config(64, mamba=16), step_tokens=16, max_running=4) as served:
         await served.answer(text(12), 2)
         assert kept(served) == [16, 32, 44, 48]
         assert hits(await served.answer([*text(9), 1, 2, 3], 2)).device == 32
+    async with serving(config(64, mamba=16), checkpoint_every=20) as served:
+        await served.answer(text(3), 80)
+        assert kept(served) == [8, 12, 32, 52, 72]
 
 
 async def test_a_long_output_holds_one_window() -> None:
@@ -119,12 +123,6 @@ async def test_a_long_output_holds_one_window() -> None:
         present = [int((w.swa_pages >= 0).sum()) for b in served.model.batches for w in b.chunks]
         assert max(present) <= 8
         assert max(present[50:]) <= 3 + 2 + 1
-
-
-async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
-    async with serving(config(64, mamba=16), checkpoint_every=20) as served:
-        await served.answer(text(3), 80)
-        assert kept(served) == [8, 12, 32, 52, 72]
 
 
 async def test_what_two_computed_at_once_is_kept_once() -> None:
@@ -168,16 +166,15 @@ async def test_the_important_one_goes_first() -> None:
     async with serving(config(64), max_running=1, preempt=False) as served:
         first = served.ask(text(2), 4)
         async with held_up(served):
-            await until(served.model.entered.is_set)
-            order: list[str] = []
-            low, high = served.ask(text(2, seed=1), 1), served.ask(text(2, seed=2), 1, priority=1)
-        await asyncio.gather(*(_note(order, name, one) for name, one in (("low", low), ("high", high), ("a", first))))
-        assert order == ["a", "high", "low"]
+            asked = {"low": served.ask(text(2, seed=1), 1), "high": served.ask(text(2, seed=2), 1, priority=1)}
+        order: list[str] = []
 
+        async def note(name: str, request: Request) -> None:
+            await request.done()
+            order.append(name)
 
-async def _note(order: list[str], name: str, request: Request) -> None:
-    await request.done()
-    order.append(name)
+        await asyncio.gather(*(note(name, one) for name, one in {**asked, "first": first}.items()))
+        assert order == ["first", "high", "low"]
 
 
 @pytest.mark.parametrize("more", KINDS)
@@ -295,7 +292,6 @@ async def test_an_abort_while_the_model_runs_gives_back_when_it_has_run() -> Non
     async with serving(config(64)) as served:
         request = served.ask(text(3), 30)
         async with held_up(served):
-            await until(served.model.entered.is_set)
             request.abort()
             assert [token async for token in request] == request.output
             await asyncio.sleep(0.002)
@@ -332,7 +328,6 @@ async def test_the_loop_is_never_blocked_by_the_model() -> None:
     async with serving(config(64)) as served:
         request = served.ask(text(3), 2)
         async with held_up(served):
-            await until(served.model.entered.is_set)
             for _ in range(100):
                 await asyncio.sleep(0)
             assert request.output == []
@@ -368,7 +363,6 @@ async def test_a_close_that_is_cancelled_goes_on_and_ends_the_models_thread() ->
     async with serving(config(64)) as served:
         request = served.ask(text(3), 200)
         async with held_up(served):
-            await until(served.model.entered.is_set)
             closing = asyncio.create_task(served.scheduler.aclose())
             await asyncio.sleep(0)
             closing.cancel()
@@ -421,7 +415,6 @@ async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
     async with serving(config(64)) as served:
         running, waiting = served.ask(text(3), 200), served.ask(text(3, seed=1), 200)
         async with held_up(served):
-            await until(served.model.entered.is_set)
             loop = served.scheduler._loop
             assert loop is not None
             loop.cancel()
@@ -438,16 +431,21 @@ async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
 # nothing else.
 
 
-async def put(cache: AsyncCache, tokens: list[int]) -> None:
-    async with cache.lease(tokens) as lease:
-        await lease.loaded()
-        await lease.commit(tokens)
-    await cache.flush()
+@asynccontextmanager
+async def holding(*put: list[int], device: int = 32, storage: Any = None, **more: Any) -> AsyncIterator[AsyncCache]:
+    """A cache that has these tokens, and whose books are right at the end."""
+    async with AsyncCache(config(device, **more), storage=storage) as cache:
+        for tokens in put:
+            async with cache.lease(tokens) as lease:
+                await lease.loaded()
+                await lease.commit(tokens)
+            await cache.flush()
+        yield cache
+        check(cache.core)
 
 
 async def test_a_chunk_is_counted_from_where_the_cache_ends() -> None:
-    async with AsyncCache(config(32, swa=32, window=8)) as cache:
-        await put(cache, text(5))
+    async with holding(text(5), swa=32, window=8) as cache:
         async with cache.lease(text(20), new_tokens=8, chunk=6, swa_chunk=13) as lease:
             assert lease.cached == 5 * PAGE
             assert len(lease.pages) == 5 + 2
@@ -458,18 +456,17 @@ async def test_a_chunk_is_counted_from_where_the_cache_ends() -> None:
             assert before["swa"].free == after["swa"].free  # four pages were there already
             assert (lease.page_table("swa")[5:] >= 0).all()
             await lease.commit(text(9))
-        check(cache.core)
 
 
 async def test_a_chunk_is_cut_to_what_is_asked_for_in_all() -> None:
-    async with AsyncCache(config(32, swa=32)) as cache:
+    async with holding(swa=32) as cache:
         async with cache.lease(text(3), new_tokens=2, chunk=100, swa_chunk=200) as lease:
             assert len(lease.pages) == 4
             assert cache.statistics().device["swa"].free == 32 - 4
 
 
 async def test_prompt_and_output_must_fit_whatever_the_chunk() -> None:
-    async with AsyncCache(config(8)) as cache:
+    async with holding(device=8) as cache:
         with pytest.raises(CacheFull):
             async with cache.lease(text(8), new_tokens=1, chunk=4):
                 pass
@@ -480,17 +477,14 @@ async def test_prompt_and_output_must_fit_whatever_the_chunk() -> None:
 async def test_a_window_that_begins_inside_a_node_pins_no_more_than_itself() -> None:
     """One node of six pages, a window of three: matched in its middle, two pages of it must be free to go."""
     tokens = text(6)
-    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
-        await put(cache, tokens)
+    async with holding(tokens, swa=6, window=2 * PAGE) as cache:
         async with cache.lease([*tokens[: 5 * PAGE], 1, 2], chunk=4 * PAGE, new_tokens=3 * PAGE, wait=False) as lease:
             assert lease.cached == 5 * PAGE
             assert (lease.page_table("swa") >= 0).tolist() == [False] * 3 + [True] * 6
-        check(cache.core)
 
 
 async def test_all_that_is_cached_or_nothing() -> None:
-    async with AsyncCache(config(12, 64)) as cache:
-        await put(cache, text(8))
+    async with holding(text(8), device=12, host=64) as cache:
         await push_out(cache)
         async with cache.lease(text(6, seed=1)):
             with pytest.raises(CacheFull):
@@ -502,7 +496,7 @@ async def test_all_that_is_cached_or_nothing() -> None:
 
 
 async def test_states_on_demand() -> None:
-    async with AsyncCache(config(32, mamba=3)) as cache:
+    async with holding(mamba=3) as cache:
         async with cache.lease(text(2), states=1) as lease:
             assert len(lease.states) == 1
             await lease.extend(0, states=2)
@@ -510,25 +504,22 @@ async def test_states_on_demand() -> None:
             with pytest.raises(CacheFull):
                 await lease.extend(0, states=1)
         assert cache.statistics().device["mamba"].free == 3
-    async with AsyncCache(config(32)) as cache:
-        async with cache.lease(text(2)) as lease:
-            with pytest.raises(ConfigError):
-                await lease.extend(0, states=1)
+    async with holding() as cache, cache.lease(text(2)) as lease:
+        with pytest.raises(ConfigError):
+            await lease.extend(0, states=1)
 
 
 async def test_growing_never_waits_for_another_lease() -> None:
-    async with AsyncCache(config(12, 64)) as cache:
-        async with cache.lease(text(1), new_tokens=PAGE) as growing:
-            async with cache.lease(text(10, seed=1)):
-                async with asyncio.timeout(5):
-                    with pytest.raises(CacheFull):
-                        await growing.extend(PAGE, wait=True)
+    async with (holding(device=12, host=64) as cache, cache.lease(text(1), new_tokens=PAGE) as growing,
+                cache.lease(text(10, seed=1)), asyncio.timeout(5)):  # fmt: skip
+        with pytest.raises(CacheFull):
+            await growing.extend(PAGE, wait=True)
 
 
 async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
     pages = MemoryBackend()
-    async with AsyncCache(config(12, 64), storage=pages) as cache:
-        await put(cache, text(8, seed=3))
+    async with holding(text(8, seed=3), device=12, host=64, storage=pages):
+        pass
     store = SlowBackend(pages, 0.0, bandwidth=1.0)
     async with AsyncCache(config(12, 64), storage=store) as cache:
         handle = cache.prefetch(text(8, seed=3))
@@ -545,25 +536,22 @@ async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
 
 async def test_growing_gives_up_what_a_pin_covers_before_the_window() -> None:
     """Matched at the end of a node of four, with a window of two: two pages are pinned until somebody needs them."""
-    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
-        await put(cache, text(6))
+    async with holding(text(6), swa=6, window=2 * PAGE) as cache:
         async with cache.lease([*text(4), 1, 2], chunk=2 * PAGE, new_tokens=6 * PAGE) as lease:
             assert (lease.page_table("swa") >= 0).tolist() == [True] * 6
             await lease.extend(2 * PAGE)
             assert (lease.page_table("swa") >= 0).tolist() == [False] * 2 + [True] * 6
             with pytest.raises(CacheFull):
                 await lease.extend(PAGE)
-        check(cache.core)
 
 
 async def test_growing_gives_up_what_decoding_has_left_behind() -> None:
-    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
+    async with holding(swa=6, window=2 * PAGE) as cache:
         async with cache.lease(text(4), new_tokens=6 * PAGE, chunk=6 * PAGE, swa_chunk=6 * PAGE) as lease:
             await lease.commit(text(4))
             lease.advance(6 * PAGE)
             await lease.extend(3 * PAGE)
             assert (lease.page_table("swa") >= 0).tolist() == [False] * 3 + [True] * 6
-        check(cache.core)
 
 
 # Where a request's recurrent state is kept, so that the next request finds it.

@@ -1,4 +1,4 @@
-"""What the head knows of its ranks and batches, how they end, and who waits for them."""
+"""What the head knows of its ranks and batches, how they end, and who waits for them; and a worker by itself."""
 
 from __future__ import annotations
 
@@ -7,30 +7,45 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
-from asynccache import AsyncCache, BatchFailed, CacheConfig, ConfigError, CopyFailed, Full, RankFailure
-from asynccache.core.plan import Move, Status
+from asynccache import (
+    AsyncCache,
+    BatchFailed,
+    CacheConfig,
+    ConfigError,
+    CopyFailed,
+    Full,
+    RankFailure,
+    Replicated,
+    Sidecar,
+)
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import Move, Status, StoredPages
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.mover import Mover
+from asynccache.storage import PageKey, Result
 from asynccache.storage.checked import storage_key
+from asynccache.storage.contract import StoreLayout
 from asynccache.version import VERSION
 from asynccache.worker import RankWorker, Topology, connect, group, listen
 from asynccache.worker.link import Link, open_link
-from asynccache.worker.local import EmbedderParts
+from asynccache.worker.local import BATCH_PAGES, SWEEP, EmbedderParts, LocalBatches, LocalWorker
 from asynccache.worker.messages import BatchOver, Died, Ended, Hello, Message, encode
-from asynccache.worker.pool_layout import FULL
+from asynccache.worker.pool_layout import FULL, PoolMap
 from asynccache.worker.rank_server import ORDERS, EngineBatch, RankServer, SentBatches
 from asynccache.worker.watched_keys import WatchedKeys
-from asynccache.worker.work import CopyKind, Work
+from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 from tests.runtime.runtime_kit import settings
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.links import SimulatedGroup
 from tests.simulated.loop import SimulatedLoop, simulate
 from tests.waiting import until
-from tests.worker.link_kit import ANYWHERE, SECRET
+from tests.worker.test_links import ANYWHERE, SECRET
 
 # The head's knowledge of a batch, whenever it asks: before the batch is over, afterwards, and when the group has
 # failed.
@@ -217,13 +232,11 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
 async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_come(asked_at_once: bool) -> None:
     """A worker that cannot go on tells its engine, which does not wait for the head to hear of it and to answer."""
     async with opened() as worker:
-        local = worker.server.local
-        assert local is not None
 
         def refuse(*_: object) -> None:
             raise OSError("the driver is gone")
 
-        local.mover.load = refuse  # type: ignore[method-assign, assignment]
+        worker.mover.load = refuse  # type: ignore[method-assign, assignment]
         batch = worker.loaded(1)
         for turns in range(0 if asked_at_once else 5):
             await asyncio.sleep(0)
@@ -437,34 +450,25 @@ perform, send_batch = ORDERS["perform"].message, ORDERS["send_batch"].message
 
 
 class Opened:
-    """A worker that is open, and what it has told its head. ``loaders``: the threads in which loads were submitted."""
+    """A worker that is open, and what it has told its head."""
 
     def __init__(self, device: CpuDevice) -> None:
         self.told: list[Message] = []
-        self.heard = asyncio.Event()
         self.stream = device.stream("engine")
-        self.server = RankServer(0, Topology(), EmbedderParts(device), None, self.tell)
+        self.server = RankServer(0, Topology(), EmbedderParts(device), None, self.told.append)
         self.face = self.server.worker
-        self.loaders: set[int] = set()
 
-    def tell(self, message: Message) -> None:
-        self.told.append(message)
-        self.heard.set()
+    @property
+    def mover(self) -> Mover:
+        assert self.server.local is not None
+        return self.server.local.mover
 
     async def open(self) -> None:
         self.server.take(ORDERS["open"].message(1, CONFIG, False))
-        await asyncio.wait_for(self.heard.wait(), 30)
+        await until(lambda: bool(self.told))
         assert type(self.told[0]) is ORDERS["open"].answer, self.told
-        assert self.server.local is not None
-        mover = self.server.local.mover
-        mover.host_pools["full"].memory[:] = bytes([7]) * len(mover.host_pools["full"].memory)
-        load = mover.load
-
-        def noted(*order):  # type: ignore[no-untyped-def]
-            self.loaders.add(threading.get_ident())
-            return load(*order)
-
-        mover.load = noted  # type: ignore[method-assign]
+        memory = self.mover.host_pools["full"].memory
+        memory[:] = bytes([7]) * len(memory)
 
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
@@ -505,6 +509,13 @@ async def beside(call: Callable[[], T]) -> T:
 
 async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_there() -> None:
     async with opened() as worker:
+        load, loaders = worker.mover.load, set[int]()
+
+        def noted(*order: Any) -> Any:
+            loaders.add(threading.get_ident())
+            return load(*order)
+
+        worker.mover.load = noted  # type: ignore[method-assign, assignment]
         batch = worker.loaded(1)
         asked = threading.Event()
 
@@ -520,7 +531,7 @@ async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_the
         running = asyncio.get_running_loop().run_in_executor(None, engine)
         assert asked.wait(30)  # the loop stands still while the thread asks
         assert await running == [{7}] * LAYERS
-        assert worker.loaders == {threading.get_ident()}
+        assert loaders == {threading.get_ident()}
 
 
 async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_waited_for_it() -> None:
@@ -545,3 +556,189 @@ def test_a_thread_whose_loop_has_ended_is_told() -> None:
     face, batch, stream = asyncio.run(live())
     with pytest.raises(RankFailure, match="the loop of its worker has ended"):
         face._server.wait_batch(stream, batch, 0)
+
+
+# A worker by itself: events by number, reading up to the first page that is missing, what it is told to give up.
+
+
+HASHES = b"".join(bytes([page]) * HASH_BYTES for page in range(PAGES))
+SLOTS = np.arange(PAGES, dtype=np.int32).tobytes()
+
+
+class Host:
+    """Pages of one byte, each its slot."""
+
+    def page(self, slot: int) -> memoryview:
+        return memoryview(bytearray([slot % 256]))
+
+
+SPECS = CacheConfig(
+    model="m", components=(Full(bytes_per_token=1, device_tokens=1024, host_tokens=1024),), page_size=1,
+    sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1),),
+).pools()  # fmt: skip
+
+
+def pools() -> PoolMap:
+    return PoolMap(SPECS, 1, {"full": Host(), "side": Host()})
+
+
+OPENED: list[CpuDevice] = []
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    """Devices are closed after each test, so that none of their threads is left."""
+    yield
+    while OPENED:
+        await OPENED.pop().aclose()
+
+
+def worker(store: object, mapped: PoolMap) -> LocalWorker:
+    """A worker on the CPU that has ``store`` for its stores, and ``mapped`` for its host pages."""
+    OPENED.append(CpuDevice())
+    mover = Mover(OPENED[-1], SPECS)
+    return LocalWorker(mover, mapped, cast("Any", store), StoreLayout({}, b""), takes_stores=True, own_device=True)
+
+
+class Stores:
+    """A worker's stores (see ``TieredStore``), of which some are shared: they have all pages but ``lacking``, and note
+    what is asked of them and put into them. Puts wait for ``go``."""
+
+    def __init__(self, *lacking: PageKey, own: int = 1, shared: int = 0) -> None:
+        self.lacking = lacking
+        self.asked: list[list[str]] = []
+        self.own: list[list[PageKey]] = [[] for _ in range(own)]
+        self.shared: list[list[PageKey]] = [[] for _ in range(shared)]
+        self.puts = 0
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.go.set()
+
+    async def exists(self, keys: Sequence[PageKey], _: object = None) -> list[Result]:
+        self.asked.append([key.pool for key in keys])
+        return [Result.MISS if key in self.lacking else Result.HIT for key in keys]
+
+    get = exists
+
+    def writers(self, *, shared: bool = True) -> list[list[PageKey]]:
+        return self.own + (self.shared if shared else [])
+
+    async def put(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
+    ) -> list[Result]:
+        self.puts += 1
+        self.begun.set()
+        await self.go.wait()
+        for store in self.writers(shared=shared):
+            store.extend(keys)
+        return [Result.HIT if self.writers(shared=shared) else Result.FAILED] * len(keys)
+
+
+MANY = StoredPages(0, b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(2 * BATCH_PAGES)),
+                   np.arange(2 * BATCH_PAGES, dtype=np.int32).tobytes())  # fmt: skip
+"""The pages of two calls."""
+
+
+async def test_a_run_is_read_in_each_pool_up_to_the_first_page_that_one_lacks() -> None:
+    mapped = pools()
+    store = Stores(mapped.key("full", HASHES[2 * HASH_BYTES : 3 * HASH_BYTES]))
+    reads = [ReadOrder(pool, HASHES, SLOTS) for pool in ("full", "side")]
+    assert await worker(store, mapped).read(reads, run=True) == [bytes([1, 1, 0, 1]), bytes([1, 1])]
+    assert store.asked == [["full"] * 4, ["side"] * 2]
+    assert await worker(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
+
+
+async def test_what_is_asked_of_several_pools_is_answered_page_by_page_in_order() -> None:
+    mapped = pools()
+    store = Stores(mapped.key("side", HASHES[:HASH_BYTES]))
+    asked = [StoreQuestion("side", HASHES), StoreQuestion("full", HASHES[: 2 * HASH_BYTES])]
+    assert await worker(store, mapped).ask(asked) == [bytes([0, 1, 1, 1]), bytes([1, 1])]
+
+
+async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_under_way() -> None:
+    count = 2 * BATCH_PAGES
+    for give_up, outcome in ((True, StoredBatch(frozenset({7}), BATCH_PAGES, 0, BATCH_PAGES)),
+                             (False, StoredBatch(frozenset(), 2 * count, count, 2 * count))):  # fmt: skip
+        store = Stores()
+        store.go.clear()
+        stage = worker(store, pools())
+        storing = asyncio.ensure_future(stage.store([WriteOrder(7, (MANY,))]))
+        await store.begun.wait()
+        if give_up:
+            stage.give_up(7)
+        store.go.set()
+        assert await storing == outcome
+        assert store.puts == (1 if give_up else 4)
+
+
+async def test_a_batch_that_is_given_up_in_the_turn_in_which_it_comes_and_another_ends_is_given_up() -> None:
+    store = Stores()
+    store.go.clear()
+    stage = worker(store, pools())
+    other = asyncio.ensure_future(stage.store([WriteOrder(1, (StoredPages(0, HASHES, SLOTS),))]))
+    await store.begun.wait()
+    store.go.set()
+    for _ in range(5):  # in one of them the other one ends before this one begins
+        storing = asyncio.ensure_future(stage.store([WriteOrder(7, (MANY,))]))
+        stage.give_up(7)
+        assert (await storing).failed == {7}
+    await other
+    assert not stage._given_up
+
+
+@pytest.mark.parametrize(("own", "shared"), [(1, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
+async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_and_one_to_those_they_share(
+    own: int, shared: int
+) -> None:
+    config = CacheConfig(
+        model="m", components=(Full(bytes_per_token=1, device_tokens=64, host_tokens=64),), page_size=1,
+        sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1, replicated=Replicated.TP),),
+    )  # fmt: skip
+    for rank in (0, 1):
+        mapped = PoolMap([spec.on_rank(rank, 2) for spec in config.pools()], 1, {"full": Host(), "side": Host()})
+        store = Stores(own=own, shared=shared)
+        stored = await worker(store, mapped).store([WriteOrder(1, (StoredPages(0, HASHES, SLOTS),))])
+        assert stored.failed == (frozenset() if own or shared else frozenset({1}))
+        assert all([key.pool for key in keys] == ["side"] * PAGES + ["full"] * PAGES for keys in store.own)
+        expected = (["side"] * PAGES if rank == 0 else []) + ["full"] * PAGES
+        assert all([key.pool for key in keys] == expected for keys in store.shared)
+        written = PAGES if not own and rank == 1 else 2 * PAGES
+        assert stored.pages == (written if own or shared else 0)
+
+
+async def test_of_a_pool_without_bytes_here_nothing_lacks() -> None:
+    mapped = pools()
+    store = Stores()
+    assert await worker(store, mapped).ask([StoreQuestion("elsewhere", HASHES)]) == [bytes([1] * PAGES)]
+    orders = [ReadOrder("elsewhere", HASHES, SLOTS)]
+    assert await worker(store, mapped).read(orders, run=True) == [bytes([1] * PAGES)]
+    assert store.asked == []
+
+
+async def test_an_event_is_one_batch_until_it_is_over_and_a_number_is_never_used_again() -> None:
+    device, batches = CpuDevice(), LocalBatches()
+    first, second = device.gate(), device.gate()
+    one, two = batches.of(first), batches.of(second)
+    assert batches.of(first) is one
+    assert batches.events([one.number, two.number, 99]) == [first, second]
+    first.open()
+    await one.wait()
+    assert batches.events([one.number, two.number]) == [second]
+    numbers = set[int]()
+    for _ in range(4 * SWEEP):
+        gate = device.gate()
+        numbers.add(batches.of(gate).number)
+        gate.open()
+    assert len(numbers) == 4 * SWEEP
+    assert not numbers & {one.number, two.number}
+    assert len(batches) <= 2 * SWEEP, "batches that are over pile up"
+    assert batches.events([two.number]) == [second]
+    second.open()
+    await device.aclose()
+
+
+@pytest.mark.parametrize("odd", [1.5, True, "2", 0, -1, None])
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_a_topology_takes_whole_numbers_from_one_on(name: str, odd: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        Topology(**{name: odd})  # type: ignore[arg-type]
+    assert Topology(**{name: np.int64(3)}) == Topology(**{name: 3})  # type: ignore[arg-type]

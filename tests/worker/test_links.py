@@ -8,8 +8,8 @@ import random
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,75 @@ from asynccache.worker.link import (
     parse_address,
 )
 from tests.waiting import turns, until
-from tests.worker.link_kit import ANYWHERE, SECRET, Ear, Pair, connected
+
+SECRET = b"what both ends know"
+ANYWHERE = "127.0.0.1:0"
+
+
+class Ear:
+    """Hears a link. ``then``: called with every frame."""
+
+    def __init__(self, link: Link, then: Callable[[bytes], None] = lambda _: None) -> None:
+        self.frames: list[bytes] = []
+        self.lost: list[str] = []
+        self.at: list[int] = []
+        self.link = link
+        self._then = then
+        link.begin(self._heard, self._lost)
+
+    def _heard(self, frame: bytes) -> None:
+        assert not self.lost, "a frame after the end"
+        self.frames.append(frame)
+        self._then(frame)
+
+    def _lost(self, failure: RankFailure) -> None:
+        self.lost.append(str(failure))
+        self.at.append(len(self.frames))
+
+    async def hears(self, count: int) -> list[bytes]:
+        """The first ``count`` frames, when they have come."""
+        await until(lambda: len(self.frames) >= count, f"{count} frames did not come")
+        return self.frames[:count]
+
+    async def loses(self) -> str:
+        """Wait until the link has ended; returns why."""
+        await until(lambda: bool(self.lost), "nobody was lost")
+        return self.lost[0]
+
+
+class Pair(NamedTuple):
+    """Both ends of a link."""
+
+    head: Link
+    worker: Link
+    listener: Listener
+
+
+@asynccontextmanager
+async def connected(address: str = ANYWHERE, timeout: float = 30.0, to: str = "") -> AsyncIterator[Pair]:
+    """An established link to which neither end listens yet. ``to``: the host that the worker connects to; by default
+    the one where the head listens."""
+    heads: list[Link] = []
+
+    def take(hello: bytes, link: Link) -> bytes:
+        heads.append(link)
+        return b"welcome, " + hello
+
+    listener = await open_listener(address, SECRET, take, timeout=timeout)
+    try:
+        where = f"{to}:{listener.address.rpartition(':')[2]}" if to else listener.address
+        worker, welcome = await open_link(where, SECRET, b"rank 1", timeout=30.0)
+        assert welcome == b"welcome, rank 1"
+        (head,) = heads
+        try:
+            yield Pair(head, worker, listener)
+        finally:
+            for link in (head, worker):
+                link.abort()
+            await asyncio.sleep(0.01)
+    finally:
+        await listener.aclose()
+
 
 # Links over real sockets: frames whole and in order, signs of life, and each way in which a link ends.
 
@@ -104,15 +172,11 @@ async def test_a_head_that_listens_everywhere_is_reached_by_any_of_its_addresses
         assert worker._transport.get_extra_info("peername")[0] == elsewhere.strip("[]")
 
 
-async def test_tcp_does_not_wait_for_more_to_send() -> None:
-    async with connected() as pair:
-        for link in pair[:2]:
-            raw: socket.socket = link._transport.get_extra_info("socket")
-            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
 async def test_a_frame_goes_out_at_once_and_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected() as (head, worker, _):
+        for link in (head, worker):
+            raw: socket.socket = link._transport.get_extra_info("socket")
+            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "TCP waits for more to send"
         ear = Ear(worker)
         written = count_writes(head, monkeypatch)
         for number in range(10):
@@ -449,42 +513,21 @@ async def test_a_wrong_secret_is_not_authenticated_and_no_more_is_said(head: Hea
     await head.admit()                                 # nobody else is concerned
 
 
-async def other_secret(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    writer.write(GREETING + secrets.token_bytes(NONCE))
-    said = await reader.readexactly(len(GREETING) + NONCE + PROOF)
-    writer.write(secrets.token_bytes(PROOF))
-    return said + await end_of(reader)
+Answer = Callable[[bytes], bytes]
 
 
-async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The worker's own proof is none of the head's."""
-    writer.write(GREETING + secrets.token_bytes(NONCE))
-    said = await reader.readexactly(len(GREETING) + NONCE + PROOF)
-    writer.write(said[-PROOF:])
-    return said + await end_of(reader)
-
-
-async def other_version(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    writer.write(GREETING[:-1] + b"\7" + bytes(NONCE))
-    return b""
-
-
-async def other_server(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    return b""
-
-
-async def talker(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    writer.write(GREETING + bytes(NONCE) + secrets.token_bytes(1 << 20))
-    return b""
-
-
-async def enter(pretend: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]) -> bytes:
-    """Connect to somebody who is no head; what that one heard goes with the failure."""
+async def enter(greeting: bytes, answer: Answer | None = None) -> None:
+    """Connect to somebody who is no head, and greets, and answers the worker's proof; what that one heard goes with the
+    failure."""
     heard: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        said = await pretend(reader, writer)
+        said = b""
+        writer.write(greeting)
+        if answer is not None:
+            said = await reader.readexactly(len(GREETING) + NONCE + PROOF)
+            writer.write(answer(said))
+            said += await end_of(reader)
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
@@ -498,35 +541,34 @@ async def enter(pretend: Callable[[asyncio.StreamReader, asyncio.StreamWriter], 
             assert SECRET not in heard[0]
             failure.add_note(repr(heard[0]))
             raise
-    return b""
 
 
-@pytest.mark.parametrize(("pretend", "why"), [
-    (other_secret, "does not know the secret: not authenticated"), (mirror, "does not know the secret"),
-    (talker, "does not know the secret: not authenticated"), (other_server, "is not one of asynccache"),
-    (other_version, "speaks version 7 of links, and this process version 1"),
-])  # fmt: skip
-async def test_who_is_no_head_is_named_and_hears_no_hello(
-    pretend: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]], why: str
-) -> None:
+OWN_NONCE = secrets.token_bytes(NONCE)
+
+
+@pytest.mark.parametrize(("greeting", "answer", "why"), [
+    (GREETING + OWN_NONCE, lambda said: secrets.token_bytes(PROOF), "does not know the secret: not authenticated"),
+    (GREETING + OWN_NONCE, lambda said: said[-PROOF:], "does not know the secret"),  # the worker's own proof
+    (GREETING + bytes(NONCE) + secrets.token_bytes(1 << 20), None, "does not know the secret: not authenticated"),
+    (b"HTTP/1.1 400 Bad Request\r\n\r\n", None, "is not one of asynccache"),
+    (GREETING[:-1] + b"\7" + bytes(NONCE), None, "speaks version 7 of links, and this process version 1"),
+], ids=["another secret", "mirror", "talker", "another server", "another version"])  # fmt: skip
+async def test_who_is_no_head_is_named_and_hears_no_hello(greeting: bytes, answer: Answer | None, why: str) -> None:
     with pytest.raises(RankFailure, match=why) as raised:
-        await enter(pretend)
+        await enter(greeting, answer)
     assert "my hello" not in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("absurd", [0.0, -1.0, float("inf"), float("nan")])
 async def test_a_time_out_that_makes_silence_no_failure_is_no_answer(absurd: float) -> None:
     """NaN among the loop's timers would stop them, and 0 keep the loop busy."""
-    nonce = secrets.token_bytes(NONCE)
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(GREETING + nonce)
-        theirs = (await reader.readexactly(len(GREETING) + NONCE + PROOF))[len(GREETING) :][:NONCE]
-        writer.write(_proof(SECRET, b"head", nonce, theirs) + frame(TAKEN + TIMEOUT.pack(absurd)))
-        return await end_of(reader)
+    def answer(said: bytes) -> bytes:
+        theirs = said[len(GREETING) :][:NONCE]
+        return _proof(SECRET, b"head", OWN_NONCE, theirs) + frame(TAKEN + TIMEOUT.pack(absurd))
 
     with pytest.raises(RankFailure, match="no answer that can be understood"):
-        await enter(answer)
+        await enter(GREETING + OWN_NONCE, answer)
 
 
 async def test_a_handshake_that_was_recorded_is_worth_nothing(head: Head) -> None:
@@ -631,9 +673,10 @@ async def test_a_refusal_reaches_the_worker_as_a_sentence(head: Head) -> None:
     assert head.hellos == [b"rank 2"]
 
 
-async def test_the_head_s_time_out_is_the_worker_s() -> None:
-    async with connected(timeout=0.3) as (head, worker, _):
-        assert (head.timeout, worker.timeout) == (0.3, 0.3)
+async def test_the_head_s_time_out_is_the_worker_s_and_nothing_shows_the_secret() -> None:
+    async with connected(timeout=0.3) as pair:
+        assert (pair.head.timeout, pair.worker.timeout) == (0.3, 0.3)
+        assert not any(SECRET.decode() in repr(one) for one in pair)
 
 
 async def test_a_worker_waits_for_a_head_that_comes_later(tmp_path: Path) -> None:
@@ -771,16 +814,12 @@ async def test_who_has_just_come_when_the_listener_closes_is_let_go(head: Head) 
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("127.0.0.1:7011", ListenAddress("127.0.0.1", 7011)),
-        ("[::1]:7011", ListenAddress("::1", 7011)),
-        ("[fe80::1%eth0]:1", ListenAddress("fe80::1%eth0", 1)),
-        ("head-0.model.svc:0", ListenAddress("head-0.model.svc", 0)),
-        ("unix:/tmp/a b", ListenAddress(path="/tmp/a b")),
-    ],
-)
+@pytest.mark.parametrize(("text", "found"), [
+    ("127.0.0.1:7011", ListenAddress("127.0.0.1", 7011)), ("[::1]:7011", ListenAddress("::1", 7011)),
+    ("[fe80::1%eth0]:1", ListenAddress("fe80::1%eth0", 1)),
+    ("head-0.model.svc:0", ListenAddress("head-0.model.svc", 0)),
+    ("unix:/tmp/a b", ListenAddress(path="/tmp/a b")),
+])  # fmt: skip
 def test_addresses(text: str, found: ListenAddress) -> None:
     assert parse_address(text) == found
     assert str(found) == text
@@ -820,9 +859,3 @@ def test_a_secret_that_is_too_short_or_no_bytes_is_refused_and_not_shown() -> No
     with pytest.raises(ConfigError, match="secret must be bytes, and is of type str") as caught:
         asyncio.run(find_secret("hunter2 hunter2 hunter2"))  # type: ignore[arg-type]
     assert "hunter2" not in str(caught.value)
-
-
-async def test_nothing_shows_the_secret() -> None:
-    async with connected() as (head, worker, listener):
-        for one in (head, worker, listener):
-            assert SECRET.decode() not in repr(one)
