@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ from asynccache_vllm.options import TierOptions
 from asynccache.cli import doctor
 from asynccache.cli.main import main
 from asynccache.extras import BRINGS, installed
+from tests.processes import program, run
 
 # ``asynccache doctor``: what it says of a machine, in 80 columns, whatever is missing.
 
@@ -154,9 +154,8 @@ def test_the_flags_come_through_a_shell_whole() -> None:
     """As they stand in a command line, without quotes: with blanks, patterns and several stores."""
     storage = ("--storage", PER_RANK, "--storage", "file:/b[0-9]*?name=far")
     name = "a b * ? é \" '$HOME`"
-    asked = [sys.executable, "-m", "asynccache", "config", "sglang", *storage, "--namespace", name]
-    script = 'printf "%s\\n" $("$@" 2> /dev/null)'
-    done = subprocess.run(["bash", "-c", script, "bash", *asked], capture_output=True, text=True, check=True)
+    asked = (sys.executable, "-m", "asynccache", "config", "sglang", *storage, "--namespace", name)
+    done = program("bash", "-c", 'printf "%s\\n" $("$@" 2> /dev/null)', "bash", *asked)
     _, options = flags(done.stdout.splitlines())
     assert options.storage == (PER_RANK, "file:/b[0-9]*?name=far")
     assert options.namespace == name
@@ -172,4 +171,4 @@ def test_secrets_are_in_the_line_and_nowhere_else(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("command", [["config", "vllm", "--storage", "memory:"], ["verify-engine", "127.0.0.1:1"]])
 def test_no_torch_is_imported(command: list[str]) -> None:
     script = f"import sys; from asynccache.cli.main import main; main({command}); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert run("-c", script).returncode == 0

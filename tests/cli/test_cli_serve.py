@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,13 +19,14 @@ from asynccache.cli import serve
 from asynccache.cli.main import main
 from asynccache.cli.serve import Options, rows
 from tests.host.host_kit import socket_path
+from tests.processes import Running
+from tests.stores.server import free_port
+from tests.waiting import wait_until
 
 GIB = 1 << 30
 
 
 def options(*words: str) -> Options:
-    import argparse
-
     parser = argparse.ArgumentParser()
     Options.add_arguments(parser, "serve")
     return Options.read("serve", vars(parser.parse_args(words)))
@@ -78,27 +78,13 @@ def page(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def a_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, port = socket_path(), a_port()
+    path, port = socket_path(), free_port()
     words = ["serve", "--listen", f"unix:{path}", "--memory", "32MiB", "--metrics", f"127.0.0.1:{port}",
              "--storage", f"file:{tmp_path}/kv?capacity=64MiB", "--limit", "a=1MiB"]  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "asynccache", *words], stderr=subprocess.PIPE, text=True)
-    try:
-        end = time.monotonic() + 60
-        while not os.path.exists(path):
-            assert time.monotonic() < end
-            assert process.poll() is None
-            time.sleep(0.02)
+    with Running("-m", "asynccache", *words, popen=subprocess.Popen) as process:
+        wait_until(lambda: os.path.exists(path))
         url = f"host:{path}?label=a"
         assert main(["bench", "store", url, "--page-sizes", "64KiB", "--bytes", "512KiB", "--repeat", "1", "--quiet",
                      "--batch", "4", "--concurrency", "1"]) == 0  # fmt: skip
@@ -121,12 +107,10 @@ def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pyt
         assert said in capsys.readouterr().err, "to a second one on the same socket and folder"
         assert main(["store", "verify", url, "--json", "-"]) == 0
         assert main(["store", "clear", url, "--yes"]) == 0
-    finally:
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert said.startswith(f"asynccache serves unix:{path} with 31.3 MiB for pages\n")
-    assert "Traceback" not in said
+        done = process.ended(number)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"asynccache serves unix:{path} with 31.3 MiB for pages\n")
+    assert "Traceback" not in done.stderr
     assert not os.path.exists(path)
 
 

@@ -12,12 +12,12 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, cast
 from unittest.mock import patch
@@ -26,13 +26,15 @@ import pytest
 
 from asynccache import load_config
 from asynccache.cli.main import main
+from asynccache.cli.options import RunSettings
 from asynccache.core.policies import POLICIES
 from asynccache.storage import StorageBackend
 from asynccache.testing.backend_suite import BackendSuite, OpenBackend
 from tests.docs import docs_programs
 from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
+from tests.processes import PATHS, run
 from tests.stores.redis_server import RedisServer
-from tests.stores.server import path_of
+from tests.stores.server import free_port, path_of
 
 PYTHON = [block for block in all_blocks("python") if block.reason is None]
 SHELL = [block for block in all_blocks("console", "sh") if block.reason is None]
@@ -104,6 +106,46 @@ def write_files(page: str) -> None:
         Path(name).write_text(text, encoding="utf-8")
 
 
+@pytest.mark.slow(5)
+def test_the_example_of_the_readme_is_short_warns_of_nothing_and_prints_what_its_comment_says(tmp_path: Path) -> None:
+    (code,) = (block.code for block in PYTHON if block.page == "README.md")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "example.py").write_text(code)
+    (said,) = re.findall(r"asyncio\.run\(main\(\)\) +# (.*)", code)
+    done = run("-W", "error", tmp_path / "example.py")
+    assert (done.returncode, done.stdout.strip()) == (0, said.strip()), done.stderr
+
+
+EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {
+    "openai_server.py", "fastapi_app.py", "router.py", "vllm_second_run.py", "tiny_llama.py",
+}  # fmt: skip
+"""But for two servers and a router, which do not end, one that needs vLLM (tests/vllm runs it there), and a model."""
+
+
+@pytest.mark.slow(5)
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_examples_run(name: str) -> None:
+    done = run("-W", "error", ROOT / "examples" / name)
+    assert (done.returncode, "came from the cache" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+def test_an_example_that_needs_vllm_says_so_at_once() -> None:
+    done = run("-W", "error", ROOT / "examples/vllm_second_run.py")
+    assert done.returncode == 1
+    assert re.fullmatch("this needs vLLM: pip install .*\n", done.stderr)
+
+
+def test_the_help_of_a_run_names_every_store_of_the_readme() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Stores")[2].partition("\n## ")[0]
+    stores = {scheme for cell in re.findall(r"^\| ?(.*?) ?\|", table, re.MULTILINE)
+              for scheme in re.findall(r"`(\w+:)[^`-]*`", cell)}  # fmt: skip
+    assert {"file:", "rediss:", "az:"} <= stores
+    text = RunSettings.fields("stress")["storage"].meaning
+    assert not [scheme for scheme in stores if scheme not in text]
+
+
 # shell
 
 
@@ -145,11 +187,8 @@ def _trace() -> str:
 
 def here(script: str) -> str:
     """The same commands on folders and ports that are this test's own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = re.sub(r"/var/tmp/|/var/|/run/|/tmp/", f"{os.getcwd()}/", script)
-    return re.sub(r"\b9090\b", str(port), script)
+    return re.sub(r"\b9090\b", str(free_port()), script)
 
 
 _END = "\nfor job in $(jobs -p); do kill -INT $job; wait $job || [ $? = 130 ]; done\n"
@@ -187,9 +226,8 @@ def test_commands_run(block: Block, place: Path) -> None:
     bash = path_of("bash", install="apt-get install bash")
     write_files(block.page)
     script, shown = shell(block)
-    path = [str(ROOT / part) for part in ("", "backends", "scheduler_shim")]
     said = place / "said"
-    environment = os.environ | {"PATH": f"{place}/bin:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(path)}
+    environment = os.environ | PATHS | {"PATH": f"{place}/bin:{os.environ['PATH']}"}
     with said.open("w") as output:
         status = run_alone([bash, "-euo", "pipefail", "-c", here(script) + _END], output, environment)
     _check(status, said.read_text(encoding="utf-8"), shown)

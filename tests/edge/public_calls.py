@@ -335,8 +335,8 @@ def _received(world: World, subscriber: events.Subscriber) -> Callable[..., Any]
     return call
 
 
-async def _served(**arguments: Any) -> None:
-    async with await start_metrics_server(**arguments):
+async def _served(world: World, given: Given) -> None:
+    async with await start_metrics_server(**{"cache": world.cache, **given}):
         pass
 
 
@@ -698,8 +698,8 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
     "asynccache.metrics.LoopLag": plain({"tick": Number(above=0)}),
     "asynccache.metrics.CacheCollector": function(CacheCollector, {}, _cache),
     "asynccache.metrics.app": function(app, {}, _cache),
-    "asynccache.metrics.start_metrics_server": function(_served, {"host": Text(("127.0.0.1",)), "port": Integer(0,
-        65535)}, _cache),
+    "asynccache.metrics.start_metrics_server": Case(_served, {"host": Text(("127.0.0.1",)), "port": Integer(0,
+        65535)}),
 }  # fmt: skip
 
 

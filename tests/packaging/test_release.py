@@ -7,10 +7,8 @@ tests run in. That one has asynccache too, but behind the clean one on the path,
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -27,10 +25,10 @@ import msgspec
 import pytest
 
 import asynccache
+from tests.processes import ROOT, Done, program
 from tests.stores.server import NowhereRequired, path_of
 from tests.workers import made_once
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "asynccache", "asynccache_backends", "asynccache_shim", "asynccache_hf", "asynccache_vllm", "asynccache_sglang",
 )  # fmt: skip
@@ -56,12 +54,9 @@ class Clean(NamedTuple):
 
 def run(
     *command: object, cwd: Path, check: bool = True, environment: Mapping[str, str] = NOTHING
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """Run it to its end, on the core that it chooses by itself. ``environment``: what that has besides."""
-    words = [str(word) for word in command]
-    own = {name: value for name, value in os.environ.items() if name != "ASYNCCACHE_PURE"}
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=500, check=False,
-                          env={**own, **environment})  # fmt: skip
+    done = program(*command, cwd=cwd, env={"ASYNCCACHE_PURE": "", **environment}, timeout=500)
     assert done.returncode == 0 or not check, done.stderr[-2000:] + done.stdout[-2000:]
     return done
 
