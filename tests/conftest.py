@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.processes import Command, Done
 from tests.stores.server import CannotStart, NowhereRequired, required
 from tests.workers import dealt
 
@@ -153,6 +154,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     if (file := config.getoption("--skipped")) is not None:
         file.write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """``asynccache WORD...`` in this process, which ends with ``status``; what it printed."""
+    from asynccache.cli.main import main
+
+    def called(*words: object, status: int = 0) -> Done:
+        capsys.readouterr()
+        try:
+            found = main([str(word) for word in words])
+        except SystemExit as end:                      # of the parser
+            found = int(end.code or 0)
+        done = Done(words, found, *capsys.readouterr())
+        assert found == status, done
+        return done
+
+    return called
 
 
 @pytest.fixture(autouse=True)

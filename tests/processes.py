@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 PATIENCE = 180.0
 PATHS = {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "backends", "scheduler_shim"))}
 Done = subprocess.CompletedProcess[str]
+Command = Callable[..., Done]
+"""What the fixture ``command`` is."""
 
 
 def run(*words: object, env: Mapping[str, str] = PATHS, **options: Any) -> Done:

@@ -13,8 +13,8 @@ import pytest
 
 from asynccache.cli import engine_doctor
 from asynccache.cli.engine_doctor import PLUGINS, Plugin, examine_engine, told
-from asynccache.cli.main import main
 from asynccache.extras import installed
+from tests.processes import Command
 from tests.stores.redis_server import RedisServer
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -37,10 +37,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow(7)
-def test_transformers_here_is_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_transformers_here_is_right(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert main(["doctor", "--engine", "transformers", "--storage", f"file:{tmp_path}/kv?capacity=64MiB"]) == 0
-    printed = capsys.readouterr().out
+    printed = command("doctor", "--engine", "transformers", "--storage", f"file:{tmp_path}/kv?capacity=64MiB").stdout
     assert printed.startswith("well  version  transformers ")
     assert "it fits the interface of this transformers" in printed
     assert printed.endswith("nothing is wrong\n")
@@ -48,11 +47,10 @@ def test_transformers_here_is_right(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_that_is_not_here_is_said(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_is_not_here_is_said(engine: str, command: Command) -> None:
     if any(installed(name) for name in PLUGINS[engine].packages):  # type: ignore[index]
         pytest.skip(f"{engine} is here")
-    assert main(["doctor", "--engine", engine, "--host", "1GiB", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(command("doctor", "--engine", engine, "--host", "1GiB", "--json", status=1).stdout)
     (said,) = found(report, "version", "wrong")
     assert said == report["error"]
     assert sys.executable in said
@@ -109,9 +107,9 @@ def test_limits_of_the_shell_are_told() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_each_store_is_asked(tmp_path: Path) -> None:
+def test_each_store_is_asked(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "kv"
-    assert main(["stress", "--quiet", "--requests", "4", "--storage", f"file:{folder}?capacity=64MiB"]) == 0
+    command("stress", "--quiet", "--requests", "4", "--storage", f"file:{folder}?capacity=64MiB")
     before = sorted(path.name for path in folder.iterdir())
     report = examined("vllm", f"file:{folder}?capacity=64MiB", "memory:", f"file:{tmp_path}/{{dp_rank}}", host=1)
     answers = found(report, "store", "well")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from asynccache.cli.explain import tokens
-from asynccache.cli.main import main
-from tests.processes import Running
+from tests.processes import Command, Running
 
 RUN = ["stress", "--serve", "0", "--quiet", "--duration", "300", "--workload", "chat", "--rate", "12",
        "--seed", "5", "--concurrency", "1", "--components", "full,swa,mamba", "--end-hints", "0.5",
@@ -35,20 +34,18 @@ def test_tokens_are_read_in_any_usual_form() -> None:
     assert (tokens("1,2, 3 4\n"), tokens("[5]")) == ([1, 2, 3, 4], [5])
 
 
-def test_a_run_can_be_looked_into(served: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_can_be_looked_into(served: str, command: Command, tmp_path: Path) -> None:
     for page, word in (("/metrics", "asynccache_requests_total"), ("/healthz", "ok"), ("/statistics", '"lookups"')):
         with urllib.request.urlopen(served + page, timeout=20) as answer:
             assert word in answer.read().decode()
-    assert main(["explain", served, "--tokens", ",".join(["7"] * 40)]) == 0
-    printed = capsys.readouterr().out
+    printed = command("explain", served, "--tokens", ",".join(["7"] * 40)).stdout
     assert printed.startswith("40 tokens, 32 of them in whole pages\n")
     assert "match: 0 on the device" in printed
     assert "never in memory" in printed
     file = tmp_path / "tokens"
     file.write_text("[1, 2,\n3]")
-    assert main(["explain", served.removeprefix("http://"), "--tokens", f"@{file}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == 3
-    assert main(["explain", served, "--tokens", ",".join(["7"] * 40), "--namespace", "theirs", "--json"]) == 0
-    assert {span["where"] for span in json.loads(capsys.readouterr().out)["spans"]} == {"nowhere"}
-    assert main(["explain", served, "--tokens", "1,-2"]) == 2
-    assert "refuses: tokens[1]=-2" in capsys.readouterr().err
+    answer = json.loads(command("explain", served.removeprefix("http://"), "--tokens", f"@{file}", "--json").stdout)
+    assert answer["tokens"] == 3
+    theirs = json.loads(command("explain", served, "--tokens", "7 " * 40, "--namespace", "theirs", "--json").stdout)
+    assert {span["where"] for span in theirs["spans"]} == {"nowhere"}
+    assert "refuses: tokens[1]=-2" in command("explain", served, "--tokens", "1,-2", status=2).stderr

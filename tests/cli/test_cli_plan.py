@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from asynccache.cli.hit_curves import BlockPath, curve, next_uses, optimum
 from asynccache.cli.hit_curves import policy_hits as found
-from asynccache.cli.main import main
 from asynccache.cli.plan import text
 from asynccache.cli.traces import Trace, TraceRequest, arrivals, paths_of, read_trace
 from tests.cli.trace_kit import REAL, blocks_trace, made_trace, needs_trace, write_trace
+from tests.processes import Command
 
 # ``asynccache plan``: its hit ratios are those of the curve, its seconds those of the model.
 
@@ -34,34 +34,37 @@ def eight_blocks(path: Path) -> Path:
     return blocks_trace(path, ((1000 * i, ids) for i, ids in enumerate([first, first, second, first])))
 
 
-def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    out = tmp_path / "plan.json"
-    trace = eight_blocks(tmp_path / "trace.jsonl")
-    assert main(["plan", str(trace), "--bytes-per-token", str(4 << 20), "--device-tokens", "0", "--json", str(out),
-                 "--prefill-tokens-per-s", "100", "--host-gb-per-s", "4.194304", "--storage-gb-per-s", "2.097152",
-                 *arguments]) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+@pytest.fixture
+def planned(tmp_path: Path, command: Command) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Plans with eight blocks; the plan, and what is shown of it."""
+
+    def done(*arguments: str) -> tuple[dict[str, Any], str]:
+        out = tmp_path / "plan.json"
+        said = command("plan", eight_blocks(tmp_path / "trace.jsonl"), "--bytes-per-token", 4 << 20, "--device-tokens",
+                       "0", "--json", out, "--prefill-tokens-per-s", "100", "--host-gb-per-s", "4.194304",
+                       "--storage-gb-per-s", "2.097152", *arguments)  # fmt: skip
+        return json.loads(out.read_text()), said.stdout
+
+    return done
 
 
-def test_a_replay_in_ample_room_reaches_the_highest_ratio_of_the_plan(tmp_path: Path) -> None:
+def test_a_replay_in_ample_room_reaches_the_highest_ratio_of_the_plan(tmp_path: Path, command: Command) -> None:
     """Both have one definition, also where prompts end inside a page."""
     out, trace = tmp_path / "run.json", tmp_path / "trace.jsonl"
     rows = [{"timestamp": 0, "input_length": 2 * BLOCK + 300, "output_length": 1, "hash_ids": [1, 2, 3 + i]}
             for i in range(4)]
     write_trace(trace, rows)
-    assert main(["replay", str(trace), "--concurrency", "1", "--host-tokens", "none", "--quiet", "--json",
-                 str(out)]) == 0
+    command("replay", trace, "--concurrency", "1", "--host-tokens", "none", "--quiet", "--json", out)
     report = json.loads(out.read_text())
-    assert main(["plan", str(trace), "--json", str(out)]) == 0
+    command("plan", trace, "--json", out)
     found = json.loads(out.read_text())
     assert found["highest_hit_ratio"] == round(report["hit_ratio"], 5) == round(6 * BLOCK / (4 * 1324), 5)
     assert found["hit_ratio_is"] == report["hit_ratio_is"]
 
 
-def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hits_and_seconds_by_hand(planned: Any) -> None:
     """A token is 4 MiB: 10 ms to compute, 1 ms from the host, 3 ms from storage."""
-    found = planned(tmp_path, "--host-gib", "2,8", "--storage-gib", "16", "--eviction", "lru")
+    found, said = planned("--host-gib", "2,8", "--storage-gib", "16", "--eviction", "lru")
     device, small, host, storage = found["rows"]
     assert [row["hit_ratio"] for row in found["rows"]] == [0, 1 / 16, 4 / 16, 8 / 16]
     assert small["tokens"] == BLOCK
@@ -75,13 +78,13 @@ def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["tokens_per_end"] == 4 * BLOCK, "eight blocks, and two prompts end"
     assert [row["lru"] for row in found["rows"]] == [0, 1 / 16, 4 / 16, 8 / 16]
     assert [row["optimum"] for row in found["rows"]] == [0, 2 / 16, 8 / 16, 8 / 16], "a is kept, and b; all four"
-    shown = capsys.readouterr().out.splitlines()
+    shown = said.splitlines()
     assert max(map(len, shown)) <= 80
     assert sum("GiB" in line or "L2 host" in line for line in shown) >= 3
 
 
-def test_a_host_adds_to_the_device_and_storage_has_what_both_have(tmp_path: Path) -> None:
-    found = planned(tmp_path, "--device-tokens", str(2 * BLOCK), "--host-gib", "2,8", "--storage-gib", "4,16")
+def test_a_host_adds_to_the_device_and_storage_has_what_both_have(planned: Any) -> None:
+    found, _ = planned("--device-tokens", str(2 * BLOCK), "--host-gib", "2,8", "--storage-gib", "4,16")
     assert [row["tokens"] // BLOCK for row in found["rows"]] == [2, 3, 6, 6, 8]
 
 
@@ -93,8 +96,8 @@ def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
     assert [found(requests, size, "lru", times) for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
 
 
-def test_the_policy_stands_beside_lru_and_the_best(tmp_path: Path) -> None:
-    shown = text(planned(tmp_path, "--host-gib", "2,8") | {"eviction": "p2c"}).splitlines()
+def test_the_policy_stands_beside_lru_and_the_best(planned: Any) -> None:
+    shown = text(planned("--host-gib", "2,8")[0] | {"eviction": "p2c"}).splitlines()
     assert max(map(len, shown)) <= 80
     head, device = next((a, b) for a, b in pairwise(shown) if a.split()[:1] == ["GiB"])
     assert head.split() == ["GiB", "tokens", "hits", "LRU", "best", "saved", "s", "per", "GiB"]
@@ -102,10 +105,9 @@ def test_the_policy_stands_beside_lru_and_the_best(tmp_path: Path) -> None:
     assert any("under p2c" in line for line in shown)
 
 
-def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(tmp_path, "--host-gib", GIB_OF_BLOCKS, "--storage-gib", "16", "--storage-gb-per-s", "0.1")
+def test_a_tier_that_is_slower_than_computing_is_named(planned: Any) -> None:
+    found, shown = planned("--host-gib", GIB_OF_BLOCKS, "--storage-gib", "16", "--storage-gb-per-s", "0.1")
     assert found["rows"][-1]["adds_s_per_gib"] < 0
-    shown = capsys.readouterr().out
     assert "from L3 takes longer than computing it" in shown
     assert "from L2 takes longer" not in shown
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from asynccache import AsyncCache, Full, __version__, compiled, load_config
-from asynccache.cli.main import main
 from tests import processes
-from tests.processes import ROOT, Done
+from tests.processes import ROOT, Command, Done
 from tests.runtime.runtime_kit import settings
 from tests.stores.server import NowhereRequired
 
@@ -154,15 +153,11 @@ async def test_the_metrics_say_which_core_runs(request: pytest.FixtureRequest) -
     assert f'asynccache_build_info{{cache="c",core="{core}",version="{__version__}"}} 1.0' in lines
 
 
-def test_doctor_says_which_core_runs_and_why(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_doctor_says_which_core_runs_and_why(request: pytest.FixtureRequest, command: Command) -> None:
+    report = json.loads(command("doctor", "--json").stdout)
     assert report["core"] == request.config.getoption("--core") == compiled.CORE
     assert report["core_why"] == ("ASYNCCACHE_PURE is set" if compiled.CORE == "pure" else None)
-    assert main(["doctor"]) == 0
-    assert compiled.CORE in capsys.readouterr().out
+    assert compiled.CORE in command("doctor").stdout
 
 
 @pytest.mark.slow(5)
