@@ -12,7 +12,7 @@ import pytest
 import asynccache
 from asynccache import compiled
 from asynccache.cli import plan
-from asynccache.cli.main import COMMANDS, main
+from asynccache.cli.main import COMMANDS
 from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure, tokens_needed
 from asynccache.cli.traces import Trace, TraceRequest, survey
@@ -21,25 +21,16 @@ from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import WritePolicy
 from asynccache.errors import ConfigError
-from tests.processes import run
+from tests.processes import Command, run
 
 # The command line as a whole: help, versions, benchmarks that are imported only when asked for, and the size of tiers
 # that hold everything.
 
 
-def ends_with(*arguments: str) -> int:
-    try:
-        return main(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-
-
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ends_with("--version") == 0
-    assert capsys.readouterr().out == f"asynccache {asynccache.__version__}, {compiled.CORE} core\n"
+def test_help_and_version(command: Command) -> None:
+    assert command("--version").stdout == f"asynccache {asynccache.__version__}, {compiled.CORE} core\n"
     for arguments in ((), ("--help",), ("replay", "--help"), ("stress", "--help"), ("bench", "--help")):
-        assert ends_with(*arguments) == 0
-        assert "usage: asynccache" in capsys.readouterr().out
+        assert "usage: asynccache" in command(*arguments).stdout
 
 
 def test_room_for_all_counts_every_page_once() -> None:
@@ -138,14 +129,13 @@ def test_values_arrive_in_their_types() -> None:
 
 
 def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     with pytest.raises(ConfigError):
         stress("--eviction", "own")
     monkeypatch.setitem(POLICIES, "own", lambda config: Lru())
     assert stress("--eviction", "own").eviction == replay("--eviction", "own").eviction == "own"
-    ends_with("stress", "--help")
-    assert "lru, p2c, own" in capsys.readouterr().out
+    assert "lru, p2c, own" in command("stress", "--help").stdout
 
 
 def test_commands_share_one_profile_of_defaults() -> None:

@@ -48,20 +48,6 @@ def planned(tmp_path: Path, command: Command) -> Callable[..., tuple[dict[str, A
     return done
 
 
-def test_a_replay_in_ample_room_reaches_the_highest_ratio_of_the_plan(tmp_path: Path, command: Command) -> None:
-    """Both have one definition, also where prompts end inside a page."""
-    out, trace = tmp_path / "run.json", tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 0, "input_length": 2 * BLOCK + 300, "output_length": 1, "hash_ids": [1, 2, 3 + i]}
-            for i in range(4)]
-    write_trace(trace, rows)
-    command("replay", trace, "--concurrency", "1", "--host-tokens", "none", "--quiet", "--json", out)
-    report = json.loads(out.read_text())
-    command("plan", trace, "--json", out)
-    found = json.loads(out.read_text())
-    assert found["highest_hit_ratio"] == round(report["hit_ratio"], 5) == round(6 * BLOCK / (4 * 1324), 5)
-    assert found["hit_ratio_is"] == report["hit_ratio_is"]
-
-
 def test_hits_and_seconds_by_hand(planned: Any) -> None:
     """A token is 4 MiB: 10 ms to compute, 1 ms from the host, 3 ms from storage."""
     found, said = planned("--host-gib", "2,8", "--storage-gib", "16", "--eviction", "lru")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.cli.trace_kit import made_trace
 from tests.processes import PATIENCE as ENDS_WITHIN
 from tests.processes import Done, Running, run
 
-pytestmark = pytest.mark.slow(0.3)
+pytestmark = [pytest.mark.slow(0.3), pytest.mark.usefixtures("own_signals")]
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 STATUS = {INT: 130, TERM: 143}
@@ -68,16 +68,6 @@ OVER = ("summary", "writing", "drawing")        # all is done by then but to tel
 RUN = ["stress", "--duration", "0.4", "--rate", "30", "--json", "{folder}/run.json", "--report", "{folder}/run.html"]
 QUIET = [*RUN, "--quiet"]
 SCHEMA = ["config", "schema"]
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The command owns the signals of its process; here that is the process of all tests."""
-    before = {number: signal.getsignal(number) for number in STATUS}
-    signal.signal(INT, signal.default_int_handler)     # a shell's background job has it ignored
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

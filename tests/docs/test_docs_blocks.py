@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -41,31 +42,12 @@ SHELL = [block for block in all_blocks("console", "sh") if block.reason is None]
 SETTINGS = all_blocks("toml")
 READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 
-# Blocks with a reason on the page why they are not run: (page, first line).
+# How many blocks of each page have a reason there why they are not run.
 EXCEPTIONS = {
-    ("README.md", "python3 -m venv .venv"),
-    ("README.md", "asynccache serve --listen unix:/run/asynccache.sock --memory 64GiB --storage "
-                  "'file:/var/kv?capacity=500GiB'"),
-    ("docs/components.md", '.venv/bin/python -m pytest tests/core tests/worlds -q -m "not slow and not soak"'),
-    ("docs/cuda.md", "pip install '.[cuda12]'              # or cuda13, as your driver needs; brings cupy, NVRTC"),
-    ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
-    ("docs/engines/vllm.md", "pip install '.[vllm]'     # in vLLM's environment; it does not install vLLM"),
-    ("docs/engines/vllm.md", "from vllm import LLM"),
-    ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
-                            "--batches 128"),
-    ("docs/performance.md", "asynccache replay traces/ --page-size 64 --bytes-per-token 4 --concurrency 16 "
-                            "--no-insert-outputs --storage none \\"),
-    ("docs/engines/sglang.md", "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --page-size 64 \\"),
-    ("docs/engines/sglang.md", "pip install '.[sglang]'   # in SGLang's environment; it does not install SGLang"),
-    ("docs/engines/transformers.md", "pip install '.[hf]'            # in a clone of the repository"),
-    ("docs/engines/transformers.md", "pip install -e '.[server]'"),
-    ("docs/stores/object.md", "asynccache stress --storage 's3://BUCKET/kv?region=eu-west-1'"),
-    ("docs/verify.md", "asynccache verify-engine http://127.0.0.1:8000                         # the device tier, and "
-                       "conversations"),
-    ("docs/verify.md", "$ asynccache verify-engine http://127.0.0.1:8000 --flush-device 6144"),
-    ("docs/stores/object.md", "cat > rule.json <<'END'"),
-    ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
-}
+    "README.md": 3, "docs/components.md": 1, "docs/cuda.md": 2, "docs/engines/sglang.md": 2,
+    "docs/engines/transformers.md": 2, "docs/engines/vllm.md": 2, "docs/performance.md": 2,
+    "docs/stores/object.md": 2, "docs/verify.md": 2,
+}  # fmt: skip
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/design.md": 2}
 PATIENCE = 120.0
@@ -81,7 +63,7 @@ def test_nothing_is_passed_over() -> None:
     assert {page: without.count(page) for page in without} == DRAWINGS
     printed = {block.printed for block in found if block.printed is not None}
     assert not [block.place for block in found if block.language == "text" and block.code not in printed]
-    assert {(block.page, block.code.splitlines()[0]) for block in found if block.reason} == EXCEPTIONS
+    assert Counter(block.page for block in found if block.reason) == EXCEPTIONS
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=[block.place for block in PYTHON])

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -46,16 +46,12 @@ class Replica:
         self.server = stack.enter_context(Server("--port", str(self.port), *events, *self.more))
 
 
-class Routed:
+class Routed(NamedTuple):
     """The three, their host process, and the router's address."""
 
-    def __init__(self, url: str, replicas: list[Replica], stack: ExitStack) -> None:
-        self.url = url
-        self.replicas = replicas
-        self.stack = stack
-
-    def named(self, url: str) -> Replica:
-        return next(replica for replica in self.replicas if replica.url == url)
+    url: str
+    replicas: list[Replica]
+    stack: ExitStack
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -166,6 +166,7 @@ async def test_more_streams_than_the_device_holds_are_all_right(client: openai.A
 # from the cache in ``tests/cli/test_cli_verify_engine.py``.
 
 
+FEW = ["--device-tokens", "256", "--host-tokens", "512"]
 PROMPT = "What was said before the restart is known after it. " * 8 + "Yes?"
 
 
@@ -210,21 +211,11 @@ async def test_a_second_sigterm_ends_it_at_once() -> None:
             await stream.close()
 
 
-@contextmanager
-def own_signals() -> Iterator[None]:
-    """The server owns the signals of its process; here that is the process of all tests."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job has it ignored
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize("opening", [False, True])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_it_serves_has_its_own_status(
-    number: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, status: int, opening: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it makes the model, or opens the cache, which is cancelled then."""
     def makes(*_: object) -> NoReturn:
@@ -235,12 +226,11 @@ def test_a_signal_before_it_serves_has_its_own_status(
         os.kill(os.getpid(), number)
         await asyncio.Event().wait()
 
-    with own_signals(), monkeypatch.context() as patch:
-        patch.setattr(openai_server, "served", makes)
-        assert openai_server.main([]) == status
-    with own_signals(), monkeypatch.context() as patch:
-        patch.setattr(Service, "__aenter__", opens)
-        assert openai_server.main(["--device-tokens", "256", "--host-tokens", "512"]) == status
+    if opening:
+        monkeypatch.setattr(Service, "__aenter__", opens)
+    else:
+        monkeypatch.setattr(openai_server, "served", makes)
+    assert openai_server.main(FEW) == status
 
 
 REFUSED = [
@@ -271,9 +261,6 @@ TRICKLES = {
     "the body": (POST + b"Content-Length: 100000\r\n\r\n", b" ", b"408"),
     "the second head": (FINE + POST, b"X: y\r\n", b"200"),
 }  # fmt: skip
-
-
-FEW = ["--device-tokens", "256", "--host-tokens", "512"]
 
 
 @cache

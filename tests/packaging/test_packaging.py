@@ -16,7 +16,7 @@ import asynccache
 from asynccache.extras import BRINGS
 from tests.processes import ROOT, program, run
 
-# The package as it is installed: two commands, one torch, plug-ins by entry point, a gate that is strict.
+# The package as it is installed: two commands, one torch, plug-ins by entry point, a gate.
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_torch_is_pinned_and_both_commands_use_the_pin() -> None:
         assert all("-c constraints.txt" in line for line in installs)
 
 
-def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
+def test_the_gate_is_ruff_strict_mypy_contracts_and_every_test(project: dict[str, Any]) -> None:
     steps, beside = dry_run("test"), dry_run("types")
     for tool in ("ruff check", "pytest"):
         assert tool in steps
@@ -46,19 +46,9 @@ def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
     assert "not slow" in dry_run("check")
     assert "for part in types test-compiled;" in steps
     assert "for part in types;" in dry_run("check")
-
-
-def test_ci_runs_what_the_readme_says() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "{ make test PYTEST=" in script
-    assert "make test" in (ROOT / "README.md").read_text()
-    assert "make demo" in (ROOT / "README.md").read_text()
-
-
-def test_the_gate_is_strict(project: dict[str, Any]) -> None:
-    assert project["tool"]["mypy"]["strict"] is True
-    assert project["tool"]["pytest"]["ini_options"]["filterwarnings"] == ["error"]
-    assert project["tool"]["pytest"]["ini_options"]["asyncio_mode"] == "auto"
+    tools = project["tool"]
+    assert (tools["mypy"]["strict"], tools["pytest"]["ini_options"]["filterwarnings"]) == (True, ["error"])
+    assert "{ make test PYTEST=" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_backends_are_found_by_entry_point(project: dict[str, Any]) -> None:

@@ -245,26 +245,22 @@ class Short(CpuDevice):
 
     def __init__(self, at: int, error: Exception) -> None:
         super().__init__()
-        self.left = at
+        self.at = at
         self.error = error
         self.made: list[weakref.ref[torch.Tensor]] = []
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _take(self, make: Callable[[tuple[int, ...]], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        if len(self.made) == self.at:
+            raise self.error
+        tensor = make(shape)
         self.made.append(weakref.ref(tensor))
         return tensor
 
-    def _take(self) -> None:
-        if self.left == 0:
-            raise self.error
-        self.left -= 1
-
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self._take()
-        return self._made(super().device_tensor(shape))
+        return self._take(super().device_tensor, shape)
 
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self._take()
-        return self._made(super().host_tensor(shape))
+        return self._take(super().host_tensor, shape)
 
 
 TENSORS = 2 * len(solid(deepseek()))
