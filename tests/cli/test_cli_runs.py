@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import uvloop
-from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
 from asynccache.cli import session
@@ -27,10 +26,8 @@ from asynccache.cli.options import LOOPS
 from asynccache.cli.service import Server
 from asynccache.cli.traces import BLOCK_TOKENS
 from asynccache.cli.workloads import RunRequest
-from asynccache.core import audit
 from asynccache.errors import BackendError, InvariantViolation
 from asynccache.runtime.lease import Lease
-from asynccache.worker.stages import BackupHostStage
 from tests.cli.trace_kit import BY_BLOCK, REAL, SMALL, Ran, made_trace, needs_trace, write_trace
 from tests.processes import Running, run
 from tests.waiting import wait_until
@@ -180,13 +177,6 @@ def a_task_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncCache, "aclose", littering)
 
 
-def a_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(core: object, idle: bool = False) -> None:
-        raise InvariantViolation("node 7 is its own parent")
-
-    monkeypatch.setattr(audit, "check", broken)
-
-
 def a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Lease.loaded
     hits: list[int] = []
@@ -200,22 +190,28 @@ def a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "loaded", flipping)
 
 
-def a_store_that_cannot_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(self: MemoryBackend) -> None:
-        raise BackendError("the disk is gone")
+def a_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(core: object, idle: bool = False) -> None:
+        raise InvariantViolation("node 7 is its own parent")
 
-    monkeypatch.setattr(MemoryBackend, "aclose", fails)
+    monkeypatch.setattr("asynccache.core.audit.check", broken)
 
 
-def a_cache_that_closes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def dies(stage: BackupHostStage) -> None:
-        raise RuntimeError("no such luck")
+def fails(place: str, error: Exception) -> Callable[[pytest.MonkeyPatch], None]:
+    """The coroutine that is there fails."""
 
-    monkeypatch.setattr(BackupHostStage, "run", dies)
+    async def failing(*_: object) -> None:
+        raise error
+
+    return lambda monkeypatch: monkeypatch.setattr(place, failing)
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pass
+
+
+a_store_that_cannot_close = fails("asynccache_backends.memory.MemoryBackend.aclose", BackendError("the disk is gone"))
+a_cache_that_closes_itself = fails("asynccache.worker.stages.BackupHostStage.run", RuntimeError("no such luck"))
 
 
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, int]]] = [
@@ -232,7 +228,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, int
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fault", "more", "problem", "leaks"), FAULTS, ids=[f"{one[0].__name__}" for one in FAULTS])
+@pytest.mark.parametrize(("fault", "more", "problem", "leaks"), FAULTS, ids=[one[2] for one in FAULTS])
 def test_what_is_wrong_fails_the_run_and_is_all_that_a_quiet_one_says(
     fault: Callable[[pytest.MonkeyPatch], None], more: str, problem: str, leaks: dict[str, int], ran: Ran,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -107,15 +107,32 @@ FEW = ("--prompts", "6", "--length", "160", "--new-tokens", "8", "--at-once", "3
 FLUSHES = ("--flush-device", str(DEVICE), "--flush-host", str(DEVICE + HOST + 1024))
 
 
-def verified(url: str, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """Run the command on the server; returns its status and its report."""
-    file = folder / "report.json"
-    status = main(["verify-engine", url, "--json", str(file), *FEW, *options])
-    return status, json.loads(file.read_text())
+class Verified(NamedTuple):
+    """What came of the command. ``verdicts``: by tier."""
+
+    status: int
+    report: dict[str, Any]
+    printed: str
+    verdicts: dict[str, str]
 
 
-def verdicts(report: dict[str, Any]) -> dict[str, str]:
-    return {tier["tier"]: tier["verdict"] for tier in report["tiers"]}
+Verify = Callable[..., Verified]
+"""What the fixture ``verify`` is."""
+
+
+@pytest.fixture
+def verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Verify:
+    """Runs the command on a server of these parts, or at this address."""
+
+    def done(server: ServiceParts | str, *options: str, kind: type[Service] = Service) -> Verified:
+        file = tmp_path / "report.json"
+        with nullcontext(server) if isinstance(server, str) else serving(server, kind) as url:
+            status = main(["verify-engine", url, "--json", str(file), *FEW, *options])
+        report = json.loads(file.read_text())
+        verdicts = {tier["tier"]: tier["verdict"] for tier in report["tiers"]}
+        return Verified(status, report, capsys.readouterr().out, verdicts)
+
+    return done
 
 
 TIERS = ("new", "device", "turns", "host", "storage")
@@ -125,15 +142,10 @@ RIGHT = dict.fromkeys(TIERS, "right")
 @pytest.mark.parametrize("family", [
     family if family == "qwen3" else pytest.param(family, marks=pytest.mark.slow(6)) for family in FAMILIES
 ])  # fmt: skip
-def test_a_right_server_passes(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(parts(family)) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
-    printed = capsys.readouterr().out
-    assert verdicts(report) == RIGHT, printed
-    assert status == 0
-    assert report["cache_salt"]
-    assert report["page_size"] == 16
-    assert report["cold_runs_differ_by"] < 1e-3
+def test_a_right_server_passes(family: str, verify: Verify) -> None:
+    status, report, printed, verdicts = verify(parts(family), *FLUSHES)
+    assert (status, verdicts) == (0, RIGHT), printed
+    assert (report["cache_salt"], report["page_size"], report["cold_runs_differ_by"] < 1e-3) == (True, 16, True)
     assert all(len(line) <= 80 for line in printed.splitlines())
     assert printed.endswith("right: answers from every tier are those of the cold server\n")
     tiers = {tier["tier"]: tier for tier in report["tiers"]}
@@ -241,13 +253,11 @@ TO_HOST = {"new": "right", "device": "right", "turns": "right", "host": "wrong"}
 ])  # fmt: skip
 def test_a_server_that_is_wrong_is_found_and_its_tier_named(
     fault: Callable[[pytest.MonkeyPatch], None], family: str, flushes: tuple[str, ...], wanted: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, verify: Verify,
 ) -> None:  # fmt: skip
     fault(monkeypatch)
-    with serving(parts(family)) as url:
-        status, report = verified(url, tmp_path, *flushes)
-    printed = capsys.readouterr().out
-    assert (status, verdicts(report) | wanted) == (1, verdicts(report)), printed
+    status, report, printed, verdicts = verify(parts(family), *flushes)
+    assert (status, verdicts | wanted) == (1, verdicts), printed
     if wanted is TO_HOST:
         assert printed.endswith("wrong from: host\n")
         first = report["tiers"][-1]["first"]
@@ -256,12 +266,10 @@ def test_a_server_that_is_wrong_is_found_and_its_tier_named(
 
 
 @pytest.mark.slow
-def test_the_page_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
     """The last page of a load has a wrong byte, so a prompt that ends before it is right."""
     load_wrongly(monkeypatch, flip_a_byte)
-    with serving(parts()) as url:
-        _, report = verified(url, tmp_path, "--flush-device", str(DEVICE), "--prompts", "1")
-    first = report["tiers"][-1]["first"]
+    first = verify(parts(), "--flush-device", str(DEVICE), "--prompts", "1").report["tiers"][-1]["first"]
     assert first["kv_page"] == first["cached_tokens"] // 16 - 1
 
 
@@ -306,16 +314,13 @@ class AdaptedModel(ScoredModel):
 
 
 @pytest.mark.slow(6)
-def test_the_kv_of_another_adapter_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_kv_of_another_adapter_is_found(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
     monkeypatch.setattr(openai_serving.paths, "ScoredModel", AdaptedModel)
     models = ("--model", "a", "--model", "b")
-    with serving(parts(), Adapting) as url:
-        status, report = verified(url, tmp_path, *models)
-        assert status == 0, report
-    with serving(parts(), Mixing) as url:
-        status, report = verified(url, tmp_path, *models)
-    assert status == 1
-    assert verdicts(report)["new"] == "wrong"
+    right = verify(parts(), *models, kind=Adapting)
+    assert right.status == 0, right.report
+    status, report, _, verdicts = verify(parts(), *models, kind=Mixing)
+    assert (status, verdicts["new"]) == (1, "wrong")
     assert {report["tiers"][0]["first"]["model"]} <= {"a", "b"}
     assert any("another model or adapter" in note for note in report["notes"])
 
@@ -346,14 +351,9 @@ class Refusing(Service):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Unsalted, Refusing])
-def test_a_server_without_salts_is_verified_as_far_as_that_goes(
-    kind: type[Service], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(parts(), kind) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
-    printed = capsys.readouterr().out
-    assert verdicts(report) == {"device": "right", "host": "right", "storage": "right"}, printed
-    assert status == 0
+def test_a_server_without_salts_is_verified_as_far_as_that_goes(kind: type[Service], verify: Verify) -> None:
+    status, report, printed, verdicts = verify(parts(), *FLUSHES, kind=kind)
+    assert (status, verdicts) == (0, dict.fromkeys(("device", "host", "storage"), "right")), printed
     assert not report["cache_salt"]
     assert "does not keep prompts apart by cache_salt" in printed.replace("\n", " ")
     assert ("has no /tokenize" in printed) is (kind is Refusing)
@@ -371,10 +371,9 @@ def disturb(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
 
 
 @pytest.mark.slow
-def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
     disturb(monkeypatch, 0.03)
-    with serving(parts()) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
+    status, report, _, _ = verify(parts(), *FLUSHES)
     assert status == 0, report
     assert 0.03 < report["cold_runs_differ_by"] < 0.3
     assert report["allowed"] == pytest.approx(3 * report["cold_runs_differ_by"])
@@ -388,23 +387,20 @@ def test_a_server_whose_cold_runs_disagree_proves_nothing(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_tier_that_gave_nothing_is_not_called_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tier_that_gave_nothing_is_not_called_right(verify: Verify) -> None:
     """There is no storage here, so that what left the host's memory is gone."""
-    with serving(parts("qwen3", "--storage", "none")) as url:
-        status, report = verified(url, tmp_path, "--flush-host", FLUSHES[3])
-    assert status == 1
-    assert verdicts(report)["storage"] == "not hit"
-    assert capsys.readouterr().out.endswith("no hit from: storage\n")
+    status, _, printed, verdicts = verify(parts("qwen3", "--storage", "none"), "--flush-host", FLUSHES[3])
+    assert (status, verdicts["storage"]) == (1, "not hit")
+    assert printed.endswith("no hit from: storage\n")
 
 
 @pytest.mark.slow(4)
-def test_a_flush_is_a_command_or_a_post(tmp_path: Path) -> None:
+def test_a_flush_is_a_command_or_a_post(tmp_path: Path, verify: Verify) -> None:
     """The command leaves something running with its output open; nothing waits for that. /tokenize takes any POST."""
     with serving(parts()) as url:
         began = time.monotonic()
-        status, _ = verified(url, tmp_path, "--flush-device", f"touch {tmp_path}/flushed; sleep 30 & true")
-        assert time.monotonic() - began < 25
-        assert status == 0
+        flushed = verify(url, "--flush-device", f"touch {tmp_path}/flushed; sleep 30 & true")
+        assert (flushed.status, time.monotonic() - began < 25) == (0, True)
         assert (tmp_path / "flushed").exists()
         for how, said in (("exit 3", "'exit 3' failed with status 3: it says nothing"),
                           ("echo no such unit >&2; false", "failed with status 1: no such unit"),
@@ -528,17 +524,17 @@ def test_a_flood_of_any_size_begins_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_conversations_end_where_the_context_does(tmp_path: Path) -> None:
+def test_conversations_end_where_the_context_does(verify: Verify) -> None:
     with serving(parts(device=512)) as url:
         assert "are more than the server's context of 512 tokens" in refused(url, "--length", "508")
-        status, report = verified(url, tmp_path, "--length", "64", "--new-tokens", "200", "--prompts", "1")
+        status, report, _, _ = verify(url, "--length", "64", "--new-tokens", "200", "--prompts", "1")
     assert status == 0, report
     [turns] = [tier for tier in report["tiers"] if tier["tier"] == "turns"]
     assert 0 < turns["prompts"] < 6
 
 
 @pytest.mark.slow
-def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, verify: Verify) -> None:
     """The server in a process of its own, which a command restarts, as an operator's would."""
     port = free_port()
     server = [sys.executable, *WORDS, "--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=8MiB", "--port",
@@ -560,11 +556,10 @@ server.stdout.readline()
     restart = f"{sys.executable} {script}"
     try:
         subprocess.run(restart, shell=True, check=True)
-        status, report = verified(f"http://127.0.0.1:{port}/v1", tmp_path, "--restart", restart)
+        status, report, printed, verdicts = verify(f"http://127.0.0.1:{port}/v1", "--restart", restart)
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
-    assert verdicts(report)["restart"] == "right", capsys.readouterr().out
-    assert status == 0
+    assert (status, verdicts["restart"]) == (0, "right"), printed
     tiers = {tier["tier"]: tier for tier in report["tiers"]}
     assert tiers["restart"]["hits_by_tier"]["storage"] == tiers["restart"]["tokens_hit"] > 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,17 +88,21 @@ def test_what_is_not_whole_does_not_run(copy: Path, lacking: str) -> None:
     assert done.stdout.startswith("pure: "), done.stderr
 
 
+def refused(copy: Path, build: Callable[[], Done], status: int, sentence: str) -> str:
+    """What it says when it does not build, and leaves what there is."""
+    before = sorted(copy.rglob("_compiled/**/*"))
+    done = build()
+    assert (done.returncode, sentence in done.stderr, "Traceback" in done.stderr) == (status, True, False), done.stderr
+    assert sorted(copy.rglob("_compiled/**/*")) == before
+    return done.stderr
+
+
 def test_without_mypyc_it_says_so_and_leaves_what_there_is(copy: Path) -> None:
     (copy / "mypyc").mkdir()
     (copy / "mypyc" / "build.py").write_text("raise ImportError('none', name='mypyc')")
     (copy / "mypyc" / "__init__.py").touch()
-    before = sorted(copy.rglob("_compiled/**/*"))
-    done = run(copy, "hatch_build.py")
-    assert done.returncode == 2
-    assert "mypyc and setuptools are needed, and mypyc is not installed" in done.stderr
-    assert "The pure one works as before" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(copy.rglob("_compiled/**/*")) == before
+    said = "mypyc and setuptools are needed, and mypyc is not installed"
+    assert "The pure one works as before" in refused(copy, lambda: run(copy, "hatch_build.py"), 2, said)
     assert run(copy, "-c", SAYS, ASYNCCACHE_PURE="1").returncode == 0
 
 
@@ -109,12 +114,7 @@ def test_without_mypyc_it_says_so_and_leaves_what_there_is(copy: Path) -> None:
 def test_without_a_c_compiler_it_says_so_and_leaves_what_there_is(
     copy: Path, compiler: str, status: int, sentence: str
 ) -> None:
-    before = sorted(copy.rglob("_compiled/**/*"))
-    done = build(copy, compiler)
-    assert done.returncode == status, done.stderr
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(copy.rglob("_compiled/**/*")) == before
+    assert refused(copy, lambda: build(copy, compiler), status, sentence)
 
 
 @pytest.mark.slow(20)
