@@ -119,7 +119,8 @@ test-bare: $(VENV)/.installed-dev
 # measure waiting, not these modules. One quarter of the worlds of groups is enough: it has every kind of world.
 COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py \
     tests/worker/test_wire.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
-    tests/packaging/test_which_core.py
+    $(addprefix tests/packaging/test_compiled.py::,test_the_metrics_say_which_core_runs \
+        test_doctor_says_which_core_runs_and_why test_the_tree_is_measured_with_both_cores_side_by_side)
 
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
 test-compiled: $(VENV)/.installed-dev
@@ -174,7 +175,8 @@ test-gpu:
 	$(GPU_TESTS) -m "not soak" --device cuda:0 tests/runtime tests/shim tests/sidecars
 	$(GPU_TESTS) --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
 	    -k "not costs_nothing_until_touched and not engines_tensors"
-	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --components full,swa,mamba --rate 0 --faults 0.1 --cancel-rate 0.1
+	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --components full,swa,mamba --rate 0 --faults 0.1 --cancel-rate 0.1 \
+	    --sidecars idx:full:8,tail:idx:3,state:swa:4,conv:mamba:2
 
 FOUND_WHEELS := $(wildcard $(WHEELS)/*.whl)
 unpacked-wheels:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.processes import Command, Done
 from tests.stores.server import CannotStart, NowhereRequired, required
 from tests.workers import dealt
 
@@ -152,6 +154,35 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     if (file := config.getoption("--skipped")) is not None:
         file.write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """``asynccache WORD...`` in this process, which ends with ``status``; what it printed."""
+    from asynccache.cli.main import main
+
+    def called(*words: object, status: int = 0) -> Done:
+        capsys.readouterr()
+        given = [str(word) for word in words]
+        try:
+            found = main(given)
+        except SystemExit as end:                      # of the parser
+            found = int(end.code or 0)
+        done = Done(given, found, *capsys.readouterr())
+        assert found == status, done
+        return done
+
+    return called
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """For what owns the signals of its process, which here is the process of all tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job has it ignored
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,14 @@ async def until(
             return
         assert loop.time() < end, what
         await asyncio.sleep(0.0005)                    # threads set no asyncio.Event
+
+
+def wait_until(condition: Callable[[], object], what: str = "it has not become so", *, seconds: float = 60.0) -> None:
+    """The same without a loop: for what other processes bring about."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
 
 
 @contextmanager

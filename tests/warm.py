@@ -75,17 +75,13 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]  # of str or of bytes, 
 
 
 def run(
-    args: Sequence[str], *, input: Any = None, capture_output: bool = False, timeout: float | None = None,
-    **options: Any,
-) -> subprocess.CompletedProcess[Any]:  # fmt: skip
+    args: Sequence[str], *, capture_output: bool, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[Any]:
     """``subprocess.run``, without ``check``."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    if input is not None:
-        options["stdin"] = subprocess.PIPE
-    with Popen(args, **options) as process:
+    pipe = subprocess.PIPE if capture_output else None
+    with Popen(args, stdout=pipe, stderr=pipe, **options) as process:
         try:
-            out, errors = process.communicate(input, timeout=timeout)
+            out, errors = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise

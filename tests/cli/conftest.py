@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asynccache.cli.main import main
-from tests.cli.trace_kit import Ran
-
 
 @pytest.fixture
-def ran(tmp_path: Path) -> Ran:
+def ran(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Does a run, of whose words ``FOLDER`` stands for the test's folder; its report. If its status is 0, as it is
     unless another is given, the run was right in every respect."""
+    from asynccache.cli.main import main  # when tests/conftest.py has chosen the core
 
-    def done(words: str, *more: str, status: int = 0) -> dict[str, Any]:
+    def done(words: str | Sequence[str], *more: str, status: int = 0) -> dict[str, Any]:
         file = tmp_path / "report.json"
-        given = shlex.split(words.replace("FOLDER", str(tmp_path)))
+        given = shlex.split(words.replace("FOLDER", str(tmp_path))) if isinstance(words, str) else words
         assert main([*given, *more, "--quiet", "--json", str(file)]) == status
         report: dict[str, Any] = json.loads(file.read_text())
         right = (report["ok"], report["problems"], report["failed"], report["verify"]["mismatches"])

@@ -1,4 +1,4 @@
-"""Runs of ``asynccache stress`` over ranks, each a process, undisturbed or with an accident, and their reports."""
+"""Runs of ``asynccache stress`` over ranks, each a process, and their reports."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests import warm
 from tests.cli.trace_kit import ALL
+from tests.processes import ROOT, Running
+from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 3.0
-SLACK = 10.0  # a machine that is ten times slower
-ENDS = 180.0
 FEW = "8"
 """Requests for which device and host have room: what they hit in storage another group has left there."""
 
@@ -40,51 +34,34 @@ def size(shape: Shape) -> int:
     return tp * cp * pp
 
 
-def options(shape: Shape, storage: str, out: Path, *more: str) -> list[str]:
+def options(shape: Shape, storage: str, *more: str) -> list[str]:
     tp, cp, pp = map(str, shape)
-    return ["stress", "--tp", tp, "--cp", cp, "--pp", pp, *SMALL, "--storage", storage, "--json", str(out), *more]
+    return ["stress", "--tp", tp, "--cp", cp, "--pp", pp, *SMALL, "--storage", storage, *more]
 
 
-class Command:
-    """The command as a process, for a ``with``. At the end of the block it is gone, and so are its ranks."""
+class Command(Running):
+    """The command, whose ranks are gone, too, at the end of the block."""
 
-    def __init__(self, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
-        self.process = warm.Popen(
-            [sys.executable, "-m", "asynccache", *arguments], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}), ranks=True,
-            imports=warm.COMMANDS,
-        )  # fmt: skip
+    def __init__(self, shape: Shape, storage: str, out: Path, *more: str) -> None:
+        words = options(shape, storage, "--json", str(out), *more)
+        super().__init__("-m", "asynccache", *words, env={}, cwd=ROOT, ranks=True, imports=warm.COMMANDS)
         self.pids: dict[int, int] = {}
 
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+    def __exit__(self, *end: object) -> None:
+        super().__exit__(*end)
         for pid in self.pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def started(self) -> None:
         """Return when every rank has its cache."""
-        assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        found = re.findall(r"rank (\d+) is process (\d+)", line)
-        assert found, line + self.process.stderr.read()
-        self.pids = {int(rank): int(pid) for rank, pid in found}
-
-    def ended(self) -> tuple[int, str]:
-        """Wait for its end; returns its status and its output."""
-        out, errors = self.process.communicate(timeout=ENDS)
-        return self.process.returncode, out + errors
+        line = self.line()
+        self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+) is process (\d+)", line)}
+        assert self.pids, line
 
     def nobody_left(self, seconds: float = 60.0) -> None:
         """Check that no rank outlives the command for longer than ``seconds``."""
-        end = time.monotonic() + seconds
-        while alive := [rank for rank, pid in self.pids.items() if is_alive(pid)]:
-            assert time.monotonic() < end, f"ranks {alive} are still there"
-            time.sleep(0.05)
+        wait_until(lambda: not any(map(is_alive, self.pids.values())), "ranks are still there", seconds=seconds)
 
 
 def is_alive(pid: int) -> bool:
@@ -96,38 +73,11 @@ def is_alive(pid: int) -> bool:
 
 def run(shape: Shape, storage: str, out: Path, *more: str) -> Report:
     """Run it to its end, which must be a good one."""
-    with Command(options(shape, storage, out, "--quiet", *more)) as command:
-        status, said = command.ended()
-    assert status == 0, said
+    with Command(shape, storage, out, "--quiet", *more) as command:
+        done = command.ended()
+    assert done.returncode == 0, done
     report: Report = json.loads(out.read_text())
     return report
-
-
-class Struck(NamedTuple):
-    """``at``: when, in Unix time."""
-
-    report: Report
-    at: float
-    said: str
-
-
-def strike(
-    shape: Shape, storage: str, out: Path, victim: int, how: signal.Signals, after: float, *more: str
-) -> Struck:
-    """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready."""
-    timeout = ("--rank-timeout", str(TIMEOUT), "--duration", "600")
-    with Command(options(shape, storage, out, *timeout, *more)) as command:
-        command.started()
-        time.sleep(after)
-        at = time.time()
-        os.kill(command.pids[victim], how)
-        status, said = command.ended()
-        assert status == 1, said
-        command.nobody_left()
-    return Struck(json.loads(out.read_text()), at, said)
-
-
-# what must be so
 
 
 def sound(report: Report, shape: Shape) -> None:
@@ -136,14 +86,12 @@ def sound(report: Report, shape: Shape) -> None:
     assert report["topology"] == dict(zip(("tp", "cp", "pp"), shape, strict=True))
     ranks = report["ranks"]
     assert [rank["rank"] for rank in ranks] == list(range(size(shape)))
-    assert report["verify"]["pages"] == sum(rank["verify"]["pages"] for rank in ranks)
-    assert report["verify"]["mismatches"] == 0
-    assert set(report["leaks"].values()) == {0}
+    assert report["verify"] == {"pages": sum(rank["verify"]["pages"] for rank in ranks), "mismatches": 0}
+    for one in (report, *ranks):
+        assert one["verify"]["pages"] > one["verify"]["mismatches"] == 0
+        assert set(one["leaks"].values()) == {0}
     for rank in ranks:
-        assert rank["verify"]["pages"] > 0
-        assert rank["verify"]["mismatches"] == 0
         assert rank["batches"] == ranks[0]["batches"] > 0
-        assert set(rank["leaks"].values()) == {0}
         assert rank["lost"] is rank["failure"] is None
 
 
@@ -151,17 +99,3 @@ def hits(report: Report, *tiers: str) -> None:
     """Pages came from all of these, and were verified."""
     for tier in tiers:
         assert report["tokens"]["hit"][tier] > 0, (tier, report["tokens"])
-
-
-def told(struck: Struck, victim: int) -> None:
-    """Every rank but the victim has had a RankFailure, in time, and holds nothing that it should not."""
-    report = struck.report
-    assert any(problem.startswith(f"rank {victim} ") for problem in report["problems"]), report["problems"]
-    assert not any("law of the core" in problem for problem in report["problems"]), report["problems"]
-    for rank in report["ranks"]:
-        if rank["rank"] != victim:
-            assert rank["lost"] is None, rank
-            assert rank["failure"]["kind"] == "RankFailure", rank
-            assert rank["failure"]["at"] - struck.at < TIMEOUT + SLACK, rank
-            assert rank["verify"]["mismatches"] == 0, rank
-            assert f"rank {victim}" in rank["failure"]["sentence"], rank

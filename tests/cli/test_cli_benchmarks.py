@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asynccache.cli.hit_curves import BlockPath, curve
-from asynccache.cli.traces import BLOCK_TOKENS, read_trace
+from asynccache.cli.traces import read_trace
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.tree import Node
@@ -21,6 +21,7 @@ from benchmarks.eviction_policies import Workload, hits, main
 from benchmarks.fleet import ROUTINGS, Row, conversations, fleet_load
 from benchmarks.fleet import main as fleet_main
 from benchmarks.tables import bench, cell, text
+from tests.cli.trace_kit import blocks_trace
 
 # ``benchmarks/ranks.py`` over real processes: its counts are exact, and every time is reported.
 
@@ -49,6 +50,7 @@ FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "MEMORY
 
 @pytest.fixture
 def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("gc.collect", lambda: 0)       # of all that these tests hold: half a second each time
     for name, few in FEW.items():
         monkeypatch.setattr(tree_calls, name, few)
         if hasattr(tree, name):
@@ -126,6 +128,10 @@ def drawn(count: int) -> Workload:
     return Workload(paths, [0.5 * number for number in range(count)])
 
 
+def played(folder: Path, workload: Workload) -> Path:
+    return blocks_trace(folder / "trace.jsonl", ((at * 1000, path) for path, at in zip(*workload, strict=True)))
+
+
 @pytest.mark.parametrize("eviction", ["lru", "p2c"])
 def test_with_room_for_all_both_tiers_find_all_that_was_there_before(eviction: str) -> None:
     workload = drawn(300)
@@ -153,12 +159,7 @@ def test_a_policy_below_lru_is_told_by_the_exit_status(
     bad: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(POLICIES, "p2c", lambda config: Mru() if bad else POLICIES["lru"](config))
-    trace = tmp_path / "trace.jsonl"
-    lines: list[dict[str, Any]] = [
-        {"timestamp": at * 1000, "input_length": 512 * len(path), "output_length": 1, "hash_ids": list(path)}
-        for path, at in zip(*drawn(400), strict=True)
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = played(tmp_path, drawn(400))
     assert main([str(trace), "--sizes", "100", "--json"]) == int(bad)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {(row["workload"], row["host"]) for row in rows} >= {("trace", False), ("trace", True), ("no reuse", False)}
@@ -185,13 +186,8 @@ def eight_conversations(count: int) -> Workload:
 def test_telling_ends_changes_nothing_with_room_for_all_and_finds_more_with_little(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workload, trace = eight_conversations(600), tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": at * 1000, "input_length": 512 * len(path), "output_length": 1, "hash_ids": path}
-        for path, at in zip(*workload, strict=True)
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = curve(workload.paths)
+    workload = eight_conversations(600)
+    trace, found = played(tmp_path, workload), curve(workload.paths)
     assert main([str(trace), "--ends", "--sizes", f"50,{found.blocks}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [name for _, name, *_ in rows] == ["lru", "p2c", "host"] * 2
@@ -209,15 +205,9 @@ TURNS, TALKS = 5, 40
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """``TALKS`` conversations of ``TURNS`` turns under one system prompt of two blocks; each turn adds two blocks."""
-    lines = []
-    for turn in range(TURNS):
-        for talk in range(TALKS):
-            blocks = [0, 1, *(100 + 1000 * talk + n for n in range(2 * turn + 2))]
-            lines.append({"timestamp": 1000 * (turn * TALKS + talk), "input_length": BLOCK_TOKENS * len(blocks),
-                          "output_length": 1, "hash_ids": blocks})  # fmt: skip
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return blocks_trace(tmp_path / "trace.jsonl", (
+        (1000 * (turn * TALKS + talk), [0, 1, *(100 + 1000 * talk + n for n in range(2 * turn + 2))])
+        for turn in range(TURNS) for talk in range(TALKS)))  # fmt: skip
 
 
 def fleets(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> dict[tuple[bool, str], Row]:
@@ -226,15 +216,13 @@ def fleets(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> di
     return {(row.store, row.routing): row for row in rows}
 
 
-def test_conversations_are_told_apart_by_what_follows_the_shared_head(trace: Path) -> None:
-    texts, heads = conversations(read_trace(str(trace)))
-    assert len(texts) == TALKS
-    assert {len(text) for text in texts} == {TURNS}
-    assert len(heads) == 2  # many different blocks follow the second; the first comes before it
-
-
-def test_copies_share_the_heads_and_nothing_else(trace: Path) -> None:
+def test_conversations_are_told_apart_by_what_follows_the_shared_head_and_copies_share_nothing_else(
+    trace: Path,
+) -> None:
     requests = read_trace(str(trace))
+    texts, heads = conversations(requests)
+    assert [len(text) for text in texts] == [TURNS] * TALKS
+    assert len(heads) == 2  # many different blocks follow the second; the first comes before it
     load = fleet_load(requests, 10 * sum(one.input_length for one in requests.requests), seed=1)
     assert [prompt.at for prompt in load] == sorted(prompt.at for prompt in load)
     assert len(load) == 10 * len(requests.requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import pytest
 
 from asynccache.cli import engine_doctor
 from asynccache.cli.engine_doctor import PLUGINS, Plugin, examine_engine, told
-from asynccache.cli.main import main
 from asynccache.extras import installed
+from tests.processes import Command
 from tests.stores.redis_server import RedisServer
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -36,10 +36,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_doctor, "PLUGINS", {name: Plugin(("torch",), "pass") for name in ENGINES})
 
 
-def test_transformers_here_is_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.slow(7)
+def test_transformers_here_is_right(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert main(["doctor", "--engine", "transformers", "--storage", f"file:{tmp_path}/kv?capacity=64MiB"]) == 0
-    printed = capsys.readouterr().out
+    printed = command("doctor", "--engine", "transformers", "--storage", f"file:{tmp_path}/kv?capacity=64MiB").stdout
     assert printed.startswith("well  version  transformers ")
     assert "it fits the interface of this transformers" in printed
     assert printed.endswith("nothing is wrong\n")
@@ -47,11 +47,10 @@ def test_transformers_here_is_right(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_that_is_not_here_is_said(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_is_not_here_is_said(engine: str, command: Command) -> None:
     if any(installed(name) for name in PLUGINS[engine].packages):  # type: ignore[index]
         pytest.skip(f"{engine} is here")
-    assert main(["doctor", "--engine", engine, "--host", "1GiB", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(command("doctor", "--engine", engine, "--host", "1GiB", "--json", status=1).stdout)
     (said,) = found(report, "version", "wrong")
     assert said == report["error"]
     assert sys.executable in said
@@ -94,19 +93,23 @@ def test_memory_that_is_not_there_is_said() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_limits_of_the_shell_are_told() -> None:
-    script = "ulimit -l 64; ulimit -n 512; exec \"$@\""
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", sys.executable, "-m", "asynccache", "doctor", "--engine", "vllm", "--host=1GiB"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "note  memlock  ulimit -l: 64.0 KiB, less than the host tier" in done.stdout
-    assert "note  files    ulimit -n: 512" in done.stdout
+    limits = {resource.RLIMIT_MEMLOCK: 64 << 10, resource.RLIMIT_NOFILE: 512}
+    before = {which: resource.getrlimit(which) for which in limits}
+    try:
+        for which, most in limits.items():
+            resource.setrlimit(which, (most, before[which][1]))
+        lines = list(told(examined("vllm", host=1 << 30)))
+    finally:
+        for which, both in before.items():
+            resource.setrlimit(which, both)
+    assert any(line.startswith("note  memlock  ulimit -l: 64.0 KiB, less than the host tier") for line in lines)
+    assert any(line.startswith("note  files    ulimit -n: 512") for line in lines)
 
 
 @pytest.mark.usefixtures("quick")
-def test_each_store_is_asked(tmp_path: Path) -> None:
+def test_each_store_is_asked(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "kv"
-    assert main(["stress", "--quiet", "--requests", "4", "--storage", f"file:{folder}?capacity=64MiB"]) == 0
+    command("stress", "--quiet", "--requests", "4", "--storage", f"file:{folder}?capacity=64MiB")
     before = sorted(path.name for path in folder.iterdir())
     report = examined("vllm", f"file:{folder}?capacity=64MiB", "memory:", f"file:{tmp_path}/{{dp_rank}}", host=1)
     answers = found(report, "store", "well")

@@ -15,7 +15,7 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.output import milliseconds
 from asynccache.cli.page import WIDTH, Axis, Figure, page, svg
-from tests.cli.trace_kit import ALL
+from tests.cli.trace_kit import ALL, Ran, blocks_trace
 from tests.stores.server import CannotStart, NowhereRequired, path_of
 
 HTML = "{http://www.w3.org/1999/xhtml}"
@@ -84,16 +84,11 @@ def test_its_figures_are_those_of_the_json(stress: tuple[dict[str, Any], str]) -
     assert cells(root, "lag")["max"] == [milliseconds(report[one]["max"]) for one in ("loop_lag_ms", "run_queue_ms")]
 
 
-def test_a_run_under_p2c_has_what_it_learned(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    trace = tmp_path / "trace.jsonl"                   # a replay has the trace's clock, however fast the machine is
-    asks = ({"timestamp": i * 1000, "input_length": 2048, "output_length": 1,
-             "hash_ids": [0, 1 + i % 5, 10 + i % 30, 100 + i]} for i in range(250))  # fmt: skip
-    trace.write_text("".join(json.dumps(ask) + "\n" for ask in asks))
-    assert main(["replay", str(trace), "--concurrency", "1", "--page-size", "512", "--device-tokens", "24576",
-                 "--host-tokens", "none", "--storage", "none", "--components", "full", "--eviction", "p2c",
-                 "--quiet", "--json", str(file)]) == 0
-    report = json.loads(file.read_text())
+def test_a_run_under_p2c_has_what_it_learned(tmp_path: Path, ran: Ran) -> None:
+    """A replay has the trace's clock, however fast the machine is."""
+    trace = blocks_trace(tmp_path / "t.jsonl", ((i * 1000, [0, 1 + i % 5, 10 + i % 30, 100 + i]) for i in range(250)))
+    report = ran(f"replay {trace} --concurrency 1 --page-size 512 --device-tokens 24576 --host-tokens none "
+                 "--storage none --components full --eviction p2c")
     assert report["learned"]["policy"] == "p2c"
     assert report["learned"]["lessons"] == report["learned"]["requests"] // 100 >= 2
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -15,33 +12,25 @@ import pytest
 import asynccache
 from asynccache import compiled
 from asynccache.cli import plan
-from asynccache.cli.main import COMMANDS, main
+from asynccache.cli.main import COMMANDS
 from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure, tokens_needed
 from asynccache.cli.traces import Trace, TraceRequest, survey
-from asynccache.config import Full, Mamba, SlidingWindow
+from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import WritePolicy
 from asynccache.errors import ConfigError
+from tests.processes import Command, run
 
 # The command line as a whole: help, versions, benchmarks that are imported only when asked for, and the size of tiers
 # that hold everything.
 
 
-def ends_with(*arguments: str) -> int:
-    try:
-        return main(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-
-
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ends_with("--version") == 0
-    assert capsys.readouterr().out == f"asynccache {asynccache.__version__}, {compiled.CORE} core\n"
+def test_help_and_version(command: Command) -> None:
+    assert command("--version").stdout == f"asynccache {asynccache.__version__}, {compiled.CORE} core\n"
     for arguments in ((), ("--help",), ("replay", "--help"), ("stress", "--help"), ("bench", "--help")):
-        assert ends_with(*arguments) == 0
-        assert "usage: asynccache" in capsys.readouterr().out
+        assert "usage: asynccache" in command(*arguments).stdout
 
 
 def test_room_for_all_counts_every_page_once() -> None:
@@ -68,15 +57,44 @@ def test_swa_and_mamba_get_their_part() -> None:
     assert mamba.device_states > settings.concurrency
 
 
+def with_sidecars(**given: str) -> CacheConfig:
+    return configure(RunSettings.read("stress", {"components": "full,swa", **given}))
+
+
+def test_the_list_of_sidecars_says_which_pool_hangs_on_which_and_how_large_it_is() -> None:
+    specs = with_sidecars(sidecars="idx:full:32, draft:idx:6,state:swa:1", page_size="16", layers="4").sidecars
+    assert [(s.name, s.indices_from, s.bytes_per_page, s.layers) for s in specs] == [
+        ("idx", "full", 512, 4), ("draft", "idx", 96, 4), ("state", "swa", 16, 4),
+    ]  # fmt: skip
+    odd = with_sidecars(sidecars="idx:full:1", page_size="3", layers="4", device_tokens="3000", host_tokens="6000")
+    assert odd.sidecars[0].layers == 1
+    assert with_sidecars().sidecars == with_sidecars(sidecars="none").sidecars == ()
+    assert with_sidecars().components[0].bytes_per_token == 512  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("page", "state"), [("16", True), ("128", False), ("256", False)])
+def test_the_preset_of_sidecars_has_the_layout_of_the_model(page: str, state: bool) -> None:
+    specs = {s.name: s for s in with_sidecars(sidecars="deepseek-v4,draft:full:8", page_size=page, device_tokens="1024",
+                                              host_tokens="2048", swa_ratio="1").pools()}  # fmt: skip
+    assert specs.pop("full").bytes_per_page == 0
+    assert ("c128_state" in specs) == state
+    sources = {name: spec.indices_from for name, spec in specs.items() if name != "c128_state"}
+    assert sources == {"swa": None, "c4": "full", "c4_indexer": "full", "c128": "full", "c4_state": "swa",
+                       "c4_indexer_state": "swa", "draft": "full"}  # fmt: skip
+    assert specs["c4"].bytes_per_page * 4 == specs["swa"].bytes_per_page == int(page) * 512
+    assert specs["c128"].bytes_per_page * 128 == specs["swa"].bytes_per_page
+    assert with_sidecars(sidecars="deepseek-v4").components[0].layers == 1
+
+
 @pytest.mark.parametrize(("line", "offered"), [
     ("asynccache st", {"stress", "store"}), ("asynccache stress --prefetch-p", {"--prefetch-policy"}),
     ("asynccache replay --rank-d", {"--rank-delay"}), ("asynccache store cl", {"clear"}),
     ("asynccache bench ", {"store"}),
 ])
 def test_a_shell_completes_commands_and_their_options(line: str, offered: set[str], tmp_path: Path) -> None:
-    environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+    environment = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
                                 "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
-    done = subprocess.run([sys.executable, "-m", "asynccache"], env=environment, capture_output=True, text=True)
+    done = run("-m", "asynccache", env=environment)
     assert done.returncode == 0, done.stderr
     words = {word.strip() for word in (tmp_path / "offered").read_text().split("\n")}
     assert offered <= words
@@ -111,14 +129,13 @@ def test_values_arrive_in_their_types() -> None:
 
 
 def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     with pytest.raises(ConfigError):
         stress("--eviction", "own")
     monkeypatch.setitem(POLICIES, "own", lambda config: Lru())
     assert stress("--eviction", "own").eviction == replay("--eviction", "own").eviction == "own"
-    ends_with("stress", "--help")
-    assert "lru, p2c, own" in capsys.readouterr().out
+    assert "lru, p2c, own" in command("stress", "--help").stdout
 
 
 def test_commands_share_one_profile_of_defaults() -> None:

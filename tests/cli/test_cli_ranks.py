@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import numpy as np
@@ -25,35 +24,19 @@ from asynccache.cli import ranks
 from asynccache.cli.engine import PageRun, StandInEngine, Verdict
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
-from asynccache.cli.rank import complaint, packed, shard_config, store_url, understood, unpacked
+from asynccache.cli.rank import complaint, shard_config, store_url, understood
 from asynccache.cli.ranks import entry
 from asynccache.cli.run_cache import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind
+from asynccache.errors import BackendError, RankFailure
 from asynccache.worker import Topology
+from asynccache.worker.group import WorkerGroup
 from tests import warm
-from tests.cli.rank_runs import (
-    FEW,
-    PP2,
-    PP4,
-    ROOT,
-    SLACK,
-    TIMEOUT,
-    TP2,
-    TP2_PP2,
-    Command,
-    Report,
-    Shape,
-    hits,
-    is_alive,
-    options,
-    run,
-    size,
-    sound,
-    strike,
-    told,
-)
-from tests.cli.trace_kit import BY_BLOCK, made_trace
+from tests.cli.rank_runs import FEW, PP2, PP4, TP2, TP2_PP2, Command, Shape, hits, is_alive, options, run, size, sound
+from tests.cli.trace_kit import BY_BLOCK, Ran, made_trace
+from tests.processes import ROOT, Running
+from tests.waiting import wait_until
 
 # The parts of a run over ranks, without processes: shares, replicas, payloads of batches.
 
@@ -140,20 +123,6 @@ def test_pools_are_marked_replicated_by_name() -> None:
 # what a batch says
 
 
-def test_a_batch_says_which_pages() -> None:
-    pieces = [
-        PageRun(kind, np.arange(kind, 9, dtype=np.int32), np.arange(kind, 9, dtype=np.uint64) << np.uint64(60), 3)
-        for kind in ComponentKind
-    ]
-    for verifies in (False, True):
-        found = unpacked(packed(pieces, verifies=verifies))
-        assert found[0] is verifies
-        for one, again in zip(pieces, found[1], strict=True):
-            assert (one.component, one.first) == (again.component, again.first)
-            assert np.array_equal(one.ids, again.ids)
-            assert np.array_equal(one.values, again.values)
-
-
 def test_a_complaint_is_understood_and_nothing_else_is_taken_for_one() -> None:
     said = complaint(Verdict(9, 4, ("full page 3 differs", "full page 5 differs", "and so on")))
     assert understood(2, said) == Verdict(0, 4, ("rank 2: full page 3 differs; full page 5 differs",))
@@ -164,20 +133,17 @@ def test_a_complaint_is_understood_and_nothing_else_is_taken_for_one() -> None:
 # Runs over ranks, each a process with pools and a store of its own: the right bytes on every device, from every tier,
 # and a clean end for all who are left when one is killed or stopped.
 
-HOSTILE = ("--faults", "0.1", "--cancel-rate", "0.2", "--requests", "120", "--rank-delay", "2", "--quiet")
+Report = dict[str, Any]
+HOSTILE = ("--faults", "0.1", "--cancel-rate", "0.2", "--requests", "120", "--rank-delay", "2")
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
-    """Does a run in this process, whose ranks begin warm; its report."""
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of runs of this process begin warm."""
     monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
-    def ran(arguments: list[str], status: int = 0) -> Report:
-        assert main(arguments) == status
-        report = Path(arguments[arguments.index("--json") + 1]).read_text()
-        return json.loads(report) if report else {}
 
-    return ran
+here = pytest.mark.usefixtures("warm_ranks")
 
 
 def storage(folder: Path) -> str:
@@ -188,48 +154,51 @@ def folders(path: Path) -> list[str]:
     return sorted(path.name for path in (path / "kv").iterdir())
 
 
+@here
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [TP2, *(pytest.param(shape, marks=pytest.mark.soak) for shape in
                                           (PP2, TP2_PP2, PP4, (1, 2, 1), (2, 2, 2)))])  # fmt: skip
-def test_ranks_have_the_right_bytes_whatever_fails_or_is_late_on_one(
-    shape: Shape, tmp_path: Path, here: Callable[..., Report]
-) -> None:
-    report = here(options(shape, storage(tmp_path), tmp_path / "report.json", *HOSTILE))
+def test_ranks_have_the_right_bytes_whatever_fails_or_is_late_on_one(shape: Shape, tmp_path: Path, ran: Ran) -> None:
+    report = ran(options(shape, storage(tmp_path), *HOSTILE))
     sound(report, shape)
     hits(report, "device", "host", "storage")
-    assert report["requests"] == report["served"] + report["cancelled"] + report["failed"] == 120
+    assert report["requests"] == report["served"] + report["cancelled"] == 120
     assert report["cancelled"] > 0
     assert report["stages"]["backup_host"]["errors"] > 0
     assert report["stages"]["backup_storage"]["errors"] > 0
     assert folders(tmp_path) == [f"rank-{i}" for i in range(size(shape))]
 
 
+@here
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "replicated"), [
     ((2, 2, 1), ("--replicated", "c4:tp,c4_state")), pytest.param(TP2_PP2, (), marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_the_stack_of_deepseek_v4_over_several_ranks(
-    shape: Shape, replicated: tuple[str, ...], tmp_path: Path, here: Callable[..., Report]
+    shape: Shape, replicated: tuple[str, ...], tmp_path: Path, ran: Ran
 ) -> None:
-    more = ("--sidecars", "deepseek-v4", "--components", "full,swa", "--bytes-per-token", "512", *replicated,
-            "--requests", "40", "--quiet")  # fmt: skip
-    arguments = options(shape, storage(tmp_path), tmp_path / "report.json", *more)
-    for report in (here(arguments), again := here(arguments)):
+    arguments = options(shape, storage(tmp_path), "--sidecars", "deepseek-v4", "--components", "full,swa",
+                        "--bytes-per-token", "512", *replicated, "--requests", "40")  # fmt: skip
+    for report in (ran(arguments), again := ran(arguments)):
         sound(report, shape)
     hits(again, "device", "host", "storage")
 
 
+@here
 @pytest.mark.slow
 def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], here: Callable[..., Report]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, out = made_trace(tmp_path / "trace.jsonl", conversations=10), tmp_path / "report.json"
     command = ["replay", str(trace), *BY_BLOCK, "--cp", "2", "--bytes-per-token", "64", "--device-tokens",
                str(40 * 512), "--host-tokens", str(40 * 512), "--storage", storage(tmp_path), "--concurrency", "1",
                "--prefetch-policy", "wait_complete", "--json", str(out)]  # fmt: skip
-    first, second = here(command), here(command)
-    for report in (first, second):
-        sound(report, (1, 2, 1))
+    reports: list[Report] = []
+    for _ in range(2):
+        assert main(command) == 0
+        reports.append(json.loads(out.read_text()))
+        sound(reports[-1], (1, 2, 1))
+    first, second = reports
     assert first["blocks"]["hit"] == first["blocks"]["shared"] < first["blocks"]["total"]
     assert second["blocks"]["hit"] == second["blocks"]["total"]
     said = capsys.readouterr()
@@ -258,19 +227,49 @@ def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_i
 
 # what is wrong is seen
 
+FORGETFUL = """\
+import sys
+from asynccache.cli import rank
+from asynccache.cli.engine import StandInEngine
 
-@pytest.mark.slow
-def test_wrong_bytes_on_one_rank_fail_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., Report]
+write, count = StandInEngine.write, iter(range(1 << 30))
+if sys.argv[1] == "1":      # this rank leaves out every fifth write
+    StandInEngine.write = lambda engine, pieces: write(engine, pieces) if next(count) % 5 != 3 else None
+sys.exit(rank.main(rank.read_duty()))
+"""
+
+
+@here
+@pytest.mark.slow(8)
+def test_a_rank_that_is_late_at_the_end_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: Ran
 ) -> None:
-    monkeypatch.setattr(ranks, "COMMAND", (sys.executable, "-m", "tests.cli.forgetful_rank"))
-    report = here(options(TP2, "none", tmp_path / "report.json", "--requests", "30", "--quiet"), status=1)
+    aclose = WorkerGroup.aclose
+
+    async def fails(self: WorkerGroup, patience: float) -> None:
+        await aclose(self, patience)
+        raise BackendError("rank 1: was late") from RankFailure("was late", 1)
+
+    monkeypatch.setattr(WorkerGroup, "aclose", fails)
+    report = ran(options(TP2, storage(tmp_path), "--requests", "20"), status=1)
+    assert any("could not close cleanly: rank 1: was late" in problem for problem in report["problems"])
+    assert (report["ok"], report["served"]) == (False, 20)
+
+
+@here
+@pytest.mark.slow
+def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(FORGETFUL)
+    monkeypatch.setattr(ranks, "COMMAND", (sys.executable, str(program)))
+    report = ran(options(TP2, "none", "--requests", "30"), status=1)
     wrong = [rank["verify"]["mismatches"] for rank in report["ranks"]]
     assert wrong[0] == 0 < wrong[1] == report["verify"]["mismatches"]
     assert report["problems"][0].startswith("request ")
     assert " pages are wrong: rank 1: " in report["problems"][0]
 
 
+@here
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "said"), [
     (None, "rank 1: .*"),
@@ -279,7 +278,7 @@ def test_wrong_bytes_on_one_rank_fail_the_run(
 ])  # fmt: skip
 def test_a_rank_that_cannot_start_ends_the_start_in_its_words(
     program: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], here: Callable[..., Report],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """One that cannot open its store, one that ends, and one that never comes."""
     assert ranks.ARRIVAL == 30.0, "docs/ranks.md says so"
@@ -288,25 +287,61 @@ def test_a_rank_that_cannot_start_ends_the_start_in_its_words(
     else:
         monkeypatch.setattr(ranks, "COMMAND", (sys.executable, "-c", program))
         monkeypatch.setattr(ranks, "ARRIVAL", 1.0 if "sleep" in program else 30.0)
-    here(options(TP2, f"file:{tmp_path}", tmp_path / "report.json", "--quiet"), status=2)
+    assert main([*options(TP2, f"file:{tmp_path}"), "--quiet"]) == 2
     assert re.fullmatch(f"asynccache: {said}\n", capsys.readouterr().err)
 
 
 @pytest.mark.slow
 def test_a_run_of_ranks_is_served_and_reported_as_any_other(tmp_path: Path) -> None:
     page, more = tmp_path / "report.html", ("--serve", "0", "--requests", "150", "--rate", "40")
-    with Command(options(TP2, storage(tmp_path), tmp_path / "report.json", *more, "--report", str(page))) as command:
+    with Command(TP2, storage(tmp_path), tmp_path / "report.json", *more, "--report", str(page)) as command:
         command.started()
-        assert command.process.stderr is not None
-        (address,) = re.findall(r"http://127\.0\.0\.1:\d+", command.process.stderr.readline())
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+", command.line())
         assert json.load(urlopen(f"{address}/statistics", timeout=30))["stages"]
         assert b"asynccache_" in urlopen(f"{address}/metrics", timeout=30).read()
-        status, said = command.ended()
-    assert status == 0, said
+        done = command.ended()
+    assert done.returncode == 0, done
     assert "<svg" in page.read_text()
 
 
 # what ends a run
+
+TIMEOUT = 3.0
+SLACK = 10.0  # a machine that is ten times slower
+
+
+class Struck(NamedTuple):
+    """``at``: when, in Unix time."""
+
+    report: Report
+    at: float
+
+
+def strike(
+    shape: Shape, storage: str, out: Path, victim: int, how: signal.Signals, after: float, *more: str
+) -> Struck:
+    """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready."""
+    with Command(shape, storage, out, "--rank-timeout", str(TIMEOUT), "--duration", "600", *more) as command:
+        command.started()
+        time.sleep(after)
+        at = time.time()
+        os.kill(command.pids[victim], how)
+        done = command.ended()
+        assert done.returncode == 1, done
+        command.nobody_left()
+    return Struck(json.loads(out.read_text()), at)
+
+
+def told(struck: Struck, victim: int) -> None:
+    """Every rank but the victim has had a RankFailure, in time, and holds nothing that it should not."""
+    report = struck.report
+    assert any(problem.startswith(f"rank {victim} ") for problem in report["problems"]), report["problems"]
+    assert not any("law of the core" in problem for problem in report["problems"]), report["problems"]
+    for rank in report["ranks"]:
+        if rank["rank"] != victim:
+            assert (rank["lost"], rank["failure"]["kind"], rank["verify"]["mismatches"]) == (None, "RankFailure", 0)
+            assert rank["failure"]["at"] - struck.at < TIMEOUT + SLACK, rank
+            assert f"rank {victim}" in rank["failure"]["sentence"], rank
 
 
 @pytest.mark.slow(3)
@@ -315,12 +350,13 @@ def test_a_signal_ends_a_run_with_its_report(number: signal.Signals, status: int
     """SIGTERM for all processes at once, as a service manager sends it: the ranks leave it to the command to say what
     happens."""
     out = tmp_path / "report.json"
-    with Command(options(TP2, "none", out, "--duration", "600")) as command:
+    with Command(TP2, "none", out, "--duration", "600") as command:
         command.started()
-        for pid in (*(command.pids.values() if number is signal.SIGTERM else ()), command.process.pid):
+        for pid in command.pids.values() if number is signal.SIGTERM else ():
             os.kill(pid, number)
-        found, said = command.ended()
-        assert (found, "stress OK, interrupted: " in said, "Traceback" in said) == (status, True, False), said
+        done = command.ended(number)
+        assert (done.returncode, "stress OK, interrupted: " in done.stdout) == (status, True), done
+        assert "Traceback" not in done.stdout + done.stderr
         command.nobody_left()
     report = json.loads(out.read_text())
     assert (report["interrupted"], set(report["leaks"].values())) == (True, {0})
@@ -353,7 +389,7 @@ def test_a_new_group_finds_what_a_group_that_failed_had_stored(tmp_path: Path) -
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, tmp_path: Path) -> None:
     more = ("--duration", "600", "--rank-timeout", str(TIMEOUT))
-    with Command(options(TP2_PP2, storage(tmp_path), tmp_path / "report.json", *more)) as command:
+    with Command(TP2_PP2, storage(tmp_path), tmp_path / "report.json", *more) as command:
         command.started()
         time.sleep(0.3)
         os.kill(command.process.pid, how)
@@ -369,22 +405,12 @@ def test_a_command_that_is_killed_while_its_ranks_start_takes_them_with_it_and_l
     """Not from warm processes: a rank imports torch for seconds, and the command may be killed meanwhile."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = subprocess.Popen(
-        [sys.executable, "-m", "asynccache", *options(TP2, "none", tmp_path / "report.json", "--duration", "600")],
-        cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        while len(started := children(command.pid)) < 2:
-            assert command.poll() is None
-            time.sleep(0.01)
+    words = ("-m", "asynccache", *options(TP2, "none", "--duration", "600"))
+    with Running(*words, popen=subprocess.Popen, cwd=ROOT, env={"TMPDIR": str(scratch)}) as command:
+        wait_until(lambda: len(children(command.process.pid)) == 2)
+        started = children(command.process.pid)
         time.sleep(after)
-    finally:
-        command.kill()
-        command.wait()
-    killed = time.monotonic()
-    while any(map(is_alive, started)):
-        assert time.monotonic() - killed < 3.0 * SLACK / 2, "a rank outlives its command"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, started)), "a rank outlives its command", seconds=3.0 * SLACK / 2)
     assert list(scratch.iterdir()) == []
 
 

@@ -34,6 +34,7 @@ from asynccache.memory.host_copies import Faults
 from asynccache.runtime.lookups import LookupStats
 from asynccache.testing.faulty_backend import DELAY
 from tests.cli.trace_kit import ALL, BY_BLOCK, Ran, write_trace
+from tests.processes import Command
 
 # The figures of a report against counts that are worked out by hand, for runs of a few requests.
 
@@ -228,12 +229,11 @@ def test_so_many_requests_run_at_the_same_time_and_no_more(
     assert most == places
 
 
-def test_json_on_standard_output_is_nothing_but_json_and_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*STRESS.split(), "--requests", "5", "--json", "-"]) == 0
-    shown = capsys.readouterr()
-    found = json.loads(shown.out)
+def test_json_on_standard_output_is_nothing_but_json_and_has_every_key(command: Command) -> None:
+    shown = command(*STRESS.split(), "--requests", "5", "--json", "-")
+    found = json.loads(shown.stdout)
     assert found["served"] == 5
-    assert shown.err.startswith("stress OK: 5 requests")
+    assert shown.stderr.startswith("stress OK: 5 requests")
     assert report().keys() - found.keys() == {"blocks", "block_size", "format"}, "of a replay"
     assert report()["leaks"].keys() == found["leaks"].keys()
     stage = report()["stages"]["prefetch"].keys()

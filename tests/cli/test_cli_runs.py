@@ -6,15 +6,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import random
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,23 +19,18 @@ from typing import Any
 
 import pytest
 import uvloop
-from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
 from asynccache.cli import session
-from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
 from asynccache.cli.service import Server
 from asynccache.cli.traces import BLOCK_TOKENS
 from asynccache.cli.workloads import RunRequest
-from asynccache.core import audit
-from asynccache.errors import BackendError, InvariantViolation, RankFailure
+from asynccache.errors import BackendError, InvariantViolation
 from asynccache.runtime.lease import Lease
-from asynccache.worker.group import WorkerGroup
-from asynccache.worker.stages import BackupHostStage
-from tests import warm
-from tests.cli.rank_runs import TP2, options
-from tests.cli.trace_kit import BY_BLOCK, REAL, SMALL, Ran, made_trace, needs_trace
+from tests.cli.trace_kit import BY_BLOCK, REAL, SMALL, Ran, made_trace, needs_trace, write_trace
+from tests.processes import Running, run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow(0.7)
 
@@ -90,7 +81,8 @@ def test_no_collection_of_what_was_loaded_before_falls_into_the_run(monkeypatch:
 
 
 @pytest.mark.parametrize("room", [
-    "--device-tokens all --host-tokens none", f"--device-tokens {60 * 512} --host-tokens {80 * 512} --storage memory:",
+    "--device-tokens all --host-tokens none", f"--device-tokens {60 * 512} --host-tokens {80 * 512} --storage memory: "
+    "--prefetch-policy wait_complete",
 ])  # fmt: skip
 def test_a_replay_hits_what_the_trace_implies_also_if_only_the_tiers_together_hold_it(
     room: str, trace: Path, ran: Ran
@@ -111,11 +103,41 @@ def test_all_components_replay_by_the_clock_with_hints(trace: Path, ran: Ran) ->
 
 
 def test_the_second_run_starts_with_the_pages_of_the_first(trace: Path, ran: Ran) -> None:
-    words = f"replay {trace} --device-tokens {64 * 512} --host-tokens {64 * 512} --storage file:FOLDER/kv {ONE}"
+    words = (f"replay {trace} --device-tokens {64 * 512} --host-tokens {512 * 512} --storage file:FOLDER/kv {ONE} "
+             "--prefetch-policy wait_complete")  # fmt: skip
     first, second = ran(words), ran(words)
     assert first["blocks"]["hit"] == first["blocks"]["shared"] < first["blocks"]["total"]
     assert second["blocks"]["hit"] == second["blocks"]["total"]
     assert second["tokens"]["hit"]["storage"] > first["tokens"]["hit"]["storage"]
+
+
+# pools that hang on others are filled, moved and verified like all others
+
+HANGING = STRESS.replace("full,swa,mamba", "full,swa") + " --requests 80"
+
+
+@pytest.mark.parametrize("storage", ["memory:?capacity=64MiB", "file:FOLDER/{}?capacity=256MiB"])
+def test_stress_is_clean_with_the_stack_of_deepseek_v4(storage: str, ran: Ran) -> None:
+    plain = ran(f"{HANGING} --storage {storage.format('plain')}")
+    report = ran(f"{HANGING} --storage {storage.format('kv')} --sidecars deepseek-v4,draft:full:8")
+    assert (plain["served"], report["served"]) == (80, 80)
+    assert report["verify"]["pages"] > 1.5 * plain["verify"]["pages"], "each pool's pages are verified"
+    assert report["tokens"]["hit"]["host"] > 0
+
+
+def test_a_trace_is_replayed_with_the_stack_of_deepseek_v4(tmp_path: Path, ran: Ran) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", (
+        {"timestamp": 0, "input_length": 512 * turn + 7, "output_length": 3, "hash_ids": [*range(turn), 100 + turn]}
+        for turn in (2, 4, 6, 3, 6, 2)))  # fmt: skip
+    report = ran(f"replay {trace} {ONE} --components full,swa --sidecars deepseek-v4 --page-size 256 "
+                 "--device-tokens 8192 --host-tokens 16384 --bytes-per-token 64")
+    assert sum(report["tokens"]["hit"].values()) == 512 * (2 + 4 + 3 + 6 + 2)
+
+
+def test_stress_is_clean_with_sidecars_faults_and_cancellations(ran: Ran) -> None:
+    report = ran(f"{STRESS} --requests 80 --faults 0.2 --cancel-rate 0.3 "
+                 "--sidecars idx:full:8,tail:idx:3,state:swa:4,conv:mamba:2")
+    assert report["cancelled"] > 5
 
 
 # what is wrong fails the run
@@ -155,13 +177,6 @@ def a_task_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncCache, "aclose", littering)
 
 
-def a_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(core: object, idle: bool = False) -> None:
-        raise InvariantViolation("node 7 is its own parent")
-
-    monkeypatch.setattr(audit, "check", broken)
-
-
 def a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Lease.loaded
     hits: list[int] = []
@@ -175,22 +190,28 @@ def a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "loaded", flipping)
 
 
-def a_store_that_cannot_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(self: MemoryBackend) -> None:
-        raise BackendError("the disk is gone")
+def a_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(core: object, idle: bool = False) -> None:
+        raise InvariantViolation("node 7 is its own parent")
 
-    monkeypatch.setattr(MemoryBackend, "aclose", fails)
+    monkeypatch.setattr("asynccache.core.audit.check", broken)
 
 
-def a_cache_that_closes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def dies(stage: BackupHostStage) -> None:
-        raise RuntimeError("no such luck")
+def fails(place: str, error: Exception) -> Callable[[pytest.MonkeyPatch], None]:
+    """The coroutine that is there fails."""
 
-    monkeypatch.setattr(BackupHostStage, "run", dies)
+    async def failing(*_: object) -> None:
+        raise error
+
+    return lambda monkeypatch: monkeypatch.setattr(place, failing)
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pass
+
+
+a_store_that_cannot_close = fails("asynccache_backends.memory.MemoryBackend.aclose", BackendError("the disk is gone"))
+a_cache_that_closes_itself = fails("asynccache.worker.stages.BackupHostStage.run", RuntimeError("no such luck"))
 
 
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, int]]] = [
@@ -207,7 +228,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, int
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fault", "more", "problem", "leaks"), FAULTS, ids=[f"{one[0].__name__}" for one in FAULTS])
+@pytest.mark.parametrize(("fault", "more", "problem", "leaks"), FAULTS, ids=[one[2] for one in FAULTS])
 def test_what_is_wrong_fails_the_run_and_is_all_that_a_quiet_one_says(
     fault: Callable[[pytest.MonkeyPatch], None], more: str, problem: str, leaks: dict[str, int], ran: Ran,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -223,23 +244,6 @@ def test_what_is_wrong_fails_the_run_and_is_all_that_a_quiet_one_says(
     assert (min(report["leaks"]["pins"], report["leaks"]["device_pages"]) > 0) == (fault is never_released)
     assert (report["verify"]["mismatches"] > 0) == (fault is a_flipped_bit)
     assert (report["failed"] > 0) == (problem == "gave up" or fault is a_cache_that_closes_itself)
-
-
-@pytest.mark.slow(8)
-def test_a_rank_that_is_late_at_the_end_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
-    aclose = WorkerGroup.aclose
-
-    async def fails(self: WorkerGroup, patience: float) -> None:
-        await aclose(self, patience)
-        raise BackendError("rank 1: was late") from RankFailure("was late", 1)
-
-    monkeypatch.setattr(WorkerGroup, "aclose", fails)
-    path = tmp_path / "report.json"
-    assert main(options(TP2, f"file:{tmp_path}/kv?capacity=64MiB", path, "--requests", "20", "--quiet")) == 1
-    report = json.loads(path.read_text())
-    assert any("could not close cleanly: rank 1: was late" in problem for problem in report["problems"])
-    assert (report["ok"], report["served"]) == (False, 20)
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
@@ -341,23 +345,15 @@ def test_stores_come_and_go_under_stress(
 
 # a process that was killed, bits that were flipped, a disk that is full
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
 MIB = 1 << 20
 
 
 def killed(arguments: Sequence[str], written: int) -> None:
     """Start a process of its own and kill it once it has written so many bytes."""
-    command = [sys.executable, "-m", "asynccache", *arguments, "--quiet"]
-    process = warm.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while _written(process.pid) < written:
-        assert process.poll() is None, f"it ended before it was killed: {process.communicate()[1]}"
-        assert time.monotonic() < deadline, "it wrote too little"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    with Running("-m", "asynccache", *arguments, "--quiet") as command:
+        wait_until(lambda: _written(command.process.pid) >= written or command.process.poll() is not None)
+        done = command.ended(signal.SIGKILL)
+    assert done.returncode == -signal.SIGKILL, f"it ended before it was killed: {done}"
 
 
 def _written(pid: int) -> int:
@@ -421,9 +417,8 @@ def test_on_a_full_disk_the_cache_works_without_storing_and_counts_it(tmp_path: 
     limited = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
                "from asynccache.cli.main import main; sys.exit(main(sys.argv[1:]))")  # fmt: skip
     report = tmp_path / "report.json"
-    command = [sys.executable, "-c", limited, *STRESS.split(), "--requests", "60", "--quiet", "--json", str(report),
-               "--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=2MiB"]  # fmt: skip
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = run("-c", limited, *STRESS.split(), "--requests", "60", "--quiet", "--json", report, "--storage",
+               f"file:{tmp_path}/kv?capacity=64MiB&segment=2MiB")  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert (found["ok"], found["served"], found["verify"]["mismatches"]) == (True, 60, 0)

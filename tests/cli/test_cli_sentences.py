@@ -4,17 +4,15 @@ disks and pipes that cannot be used. The effects of a closed pipe or a full disk
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from asynccache.cli.main import main
-from tests.cli.trace_kit import made_trace
+from tests.cli.trace_kit import made_trace, write_trace
+from tests.processes import program
 
 FILES = ("junk", "folder", "nowhere", "zeros", "brackets")
 URLS = ("http://[::1", "http://exa mple", "http://127.0.0.1:99999", "ftp://x", ":::", "", "http://127.0.0.1:1",
@@ -77,6 +75,16 @@ REFUSED = [
     ("stress --tp 16 --pp 8", "there are 128 ranks, --tp 16 --cp 1 --pp 8: this command runs 64 at most"),
     ("stress --tp 2 --replicated ful", "--replicated=ful: no pool 'ful'; there are full"),
     ("stress --tp 2 --replicated full:dp", "'full:dp' must be NAME, NAME:tp, NAME:cp or NA"),
+    ("stress --sidecars idx:full", "--sidecars=idx:full: 'idx:full' must be NAME:FROM:BYTES_PER_TOKEN or deepseek-v4"),
+    ("stress --sidecars a:full:1,b", "'b' must be NAME:FROM:BYTES_PER_TOKEN"),
+    ("replay trace.jsonl --sidecars x", "--sidecars=x: 'x' must be NAME:FROM:BYTES_PER_TOKEN"),
+    ("stress --sidecars a:full:many", "'a:full:many' must be"),
+    ("stress --sidecars a:full:0", "or deepseek-v4, of at least 1 byte per token"),
+    ("stress --sidecars a:b:4", "sidecar 'a': indices_from='b' is no pool"),
+    ("stress --components full,swa --sidecars a:mamba:4", "sidecar 'a': indices_from='mamba' is no pool"),
+    ("stress --sidecars a:b:4,b:a:4", "closes a cycle"),
+    ("stress --sidecars full:full:4", "names must be unique"),
+    ("stress --sidecars 'a b:full:4'", "Expected `str` matching regex"),
     ("replay trace.jsonl --device-tokens 2048", "--device-tokens=2048: request"),
     ("replay absurd.jsonl", "absurd.jsonl:2: output_length=1000000000000 must lie between"),
     ("plan absurd.jsonl", "absurd.jsonl:2: output_length=1000000000000 must lie between"),
@@ -166,17 +174,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "folder").mkdir()
     (made / "serve.toml").write_text("memmory = 1\n")
     good = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
-    (made / "absurd.jsonl").write_text("".join(json.dumps(good | {"output_length": o}) + "\n" for o in (7, 10**12)))
+    write_trace(made / "absurd.jsonl", (good | {"output_length": length} for length in (7, 10**12)))
     made_trace(made / "trace.jsonl")
     return made
-
-
-def asynccache(arguments: list[str], folder: Path, shell: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynccache", *arguments]
-    if shell:
-        command = ["bash", "-c", shell, "bash", *command]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}     # as users have it
-    return subprocess.run(command, cwd=folder, env=buffered, capture_output=True, text=True, timeout=180, check=False)
 
 
 def said(everything: str) -> str:
@@ -233,7 +233,7 @@ HEAD = '"$@" | head -c 5; exit ${PIPESTATUS[0]}'
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "shell", "statuses"), [
-    (["replay", "junk"], "", {2}), (["explain", "http://127.0.0.1:1", "--tokens", "1"], "", {2}),
+    (["replay", "junk"], '"$@"', {2}), (["explain", "http://127.0.0.1:1", "--tokens", "1"], '"$@"', {2}),
     (["config", "schema"], HEAD, {0, 1}), ([*RUN, "--json", "-"], HEAD, {0, 1}),
     (RUN, '"$@" >&-', {0}), (RUN, '"$@" 2>&-', {0}), (["config", "schema"], '"$@" >&-', {0}),
     (["config", "schema"], '"$@" > /dev/full', {2}), ([*RUN, "--quiet", "--json", "-"], '"$@" > /dev/full', {2}),
@@ -242,7 +242,8 @@ HEAD = '"$@" | head -c 5; exit ${PIPESTATUS[0]}'
 def test_nobody_listens_or_the_disk_is_full(
     arguments: list[str], shell: str, statuses: set[int], folder: Path
 ) -> None:
-    done = asynccache(arguments, folder, shell)
+    command = (sys.executable, "-m", "asynccache", *arguments)
+    done = program("bash", "-c", shell, "bash", *command, cwd=folder, env={"PYTHONUNBUFFERED": ""})  # as users have it
     words = said(done.stderr + done.stdout)
     assert done.returncode in statuses, done.stderr
     assert statuses != {2} or words.startswith("asynccache: ")

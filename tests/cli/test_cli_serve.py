@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,16 +16,16 @@ from typing import Any
 import pytest
 
 from asynccache.cli import serve
-from asynccache.cli.main import main
 from asynccache.cli.serve import Options, rows
 from tests.host.host_kit import socket_path
+from tests.processes import Command, Running
+from tests.stores.server import free_port
+from tests.waiting import wait_until
 
 GIB = 1 << 30
 
 
 def options(*words: str) -> Options:
-    import argparse
-
     parser = argparse.ArgumentParser()
     Options.add_arguments(parser, "serve")
     return Options.read("serve", vars(parser.parse_args(words)))
@@ -78,32 +77,17 @@ def page(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def a_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, port = socket_path(), a_port()
+def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, command: Command) -> None:
+    path, port = socket_path(), free_port()
     words = ["serve", "--listen", f"unix:{path}", "--memory", "32MiB", "--metrics", f"127.0.0.1:{port}",
              "--storage", f"file:{tmp_path}/kv?capacity=64MiB", "--limit", "a=1MiB"]  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "asynccache", *words], stderr=subprocess.PIPE, text=True)
-    try:
-        end = time.monotonic() + 60
-        while not os.path.exists(path):
-            assert time.monotonic() < end
-            assert process.poll() is None
-            time.sleep(0.02)
+    with Running("-m", "asynccache", *words, popen=subprocess.Popen) as process:
+        wait_until(lambda: os.path.exists(path))
         url = f"host:{path}?label=a"
-        assert main(["bench", "store", url, "--page-sizes", "64KiB", "--bytes", "512KiB", "--repeat", "1", "--quiet",
-                     "--batch", "4", "--concurrency", "1"]) == 0  # fmt: skip
-        assert main(["store", "stat", url, "--json", "-"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        command("bench", "store", url, "--page-sizes", "64KiB", "--bytes", "512KiB", "--repeat", "1", "--quiet",
+                "--batch", "4", "--concurrency", "1")  # fmt: skip
+        told = json.loads(command("store", "stat", url, "--json", "-").stdout)
         assert told["ok"]
         status, text = page(port, "/metrics")
         assert status == 200
@@ -115,36 +99,31 @@ def test_a_server_serves_tells_and_ends(number: int, tmp_path: Path, capsys: pyt
         assert len(list(prometheus.text_string_to_metric_families(text))) > 20
         assert page(port, "/healthz") == (200, "ok\n")
         assert page(port, "/else")[0] == 404
-        capsys.readouterr()
-        assert main(words) == 2
         said = f"listen=unix:{path}: a host process listens there; --replace takes over"
-        assert said in capsys.readouterr().err, "to a second one on the same socket and folder"
-        assert main(["store", "verify", url, "--json", "-"]) == 0
-        assert main(["store", "clear", url, "--yes"]) == 0
-    finally:
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert said.startswith(f"asynccache serves unix:{path} with 31.3 MiB for pages\n")
-    assert "Traceback" not in said
+        assert said in command(*words, status=2).stderr, "to a second one on the same socket and folder"
+        command("store", "verify", url, "--json", "-")
+        command("store", "clear", url, "--yes")
+        done = process.ended(number)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"asynccache serves unix:{path} with 31.3 MiB for pages\n")
+    assert "Traceback" not in done.stderr
     assert not os.path.exists(path)
 
 
 def test_a_line_of_json_and_a_line_of_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(serve, "LINE_EVERY", 0.05)
     file = tmp_path / "counts"
-    for words, on in ((["--json"], "out"), (["--json", str(file)], "err")):
+    for words, on in ((["--json"], "stdout"), (["--json", str(file)], "stderr")):
         path = socket_path()
         signaller = threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGTERM))
         signaller.start()
-        assert main(["serve", "--listen", f"unix:{path}", "--memory", "2MiB", *words]) == 0
+        told = command("serve", "--listen", f"unix:{path}", "--memory", "2MiB", *words)
         signaller.join()
-        told = capsys.readouterr()
         lines = getattr(told, on).splitlines()
         assert len(lines) > 2
-        if on == "out":
+        if on == "stdout":
             assert json.loads(lines[-1])["pages"] == 0
         else:
             assert json.loads(file.read_text().splitlines()[-1])["pages"] == 0

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from asynccache.cli.service import CancelledAt, Server
 from asynccache.cli.workloads import RunRequest
 from tests.cli import interrupt_child
 from tests.cli.trace_kit import made_trace
+from tests.processes import PATIENCE as ENDS_WITHIN
+from tests.processes import Done, Running, run
 
-pytestmark = pytest.mark.slow(0.3)
+pytestmark = [pytest.mark.slow(0.3), pytest.mark.usefixtures("own_signals")]
 
-ENDS_WITHIN = 180.0
 INT, TERM = signal.SIGINT, signal.SIGTERM
 STATUS = {INT: 130, TERM: 143}
 TRACE = "{folder}/trace.jsonl"
@@ -67,16 +68,6 @@ OVER = ("summary", "writing", "drawing")        # all is done by then but to tel
 RUN = ["stress", "--duration", "0.4", "--rate", "30", "--json", "{folder}/run.json", "--report", "{folder}/run.html"]
 QUIET = [*RUN, "--quiet"]
 SCHEMA = ["config", "schema"]
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The command owns the signals of its process; here that is the process of all tests."""
-    before = {number: signal.getsignal(number) for number in STATUS}
-    signal.signal(INT, signal.default_int_handler)     # a shell's background job has it ignored
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -258,9 +249,8 @@ def test_a_process_that_is_loading_or_ending_or_is_told_twice_is_quiet_and_has_n
     assert not (tmp_path / "run.json").exists() or (tmp_path / "run.json").read_text() == ""
 
 
-def process(place: str, signals: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, interrupt_child.__file__, place, signals, *(one.format(folder=folder) for one in arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
+def process(place: str, signals: str, arguments: list[str], folder: Path) -> Done:
+    return run(interrupt_child.__file__, place, signals, *(one.format(folder=folder) for one in arguments))
 
 
 def test_a_signal_before_the_first_request_ends_the_run(tmp_path: Path) -> None:
@@ -281,7 +271,7 @@ def words(folder: Path, kind: str) -> list[str]:
     if kind == "replay":
         trace = made_trace(folder / "trace.jsonl", conversations=750)
         what = ["replay", str(trace), "--speed", "50", "--storage", "memory:?capacity=64MiB"]
-    return [sys.executable, "-m", "asynccache", *what, "--concurrency", "8",
+    return ["-m", "asynccache", *what, "--concurrency", "8",
             "--json", str(folder / "run.json"), "--report", str(folder / "run.html")]
 
 
@@ -290,7 +280,8 @@ def started(folder: Path, kind: str, columns: int) -> tuple[subprocess.Popen[byt
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(words(folder, kind), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    command = [sys.executable, *words(folder, kind)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
                                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
                                env=environment | {"TERM": "xterm"})  # fmt: skip
     os.close(theirs)
@@ -338,63 +329,49 @@ def test_the_panel_fits_and_ctrl_c_reports(kind: str, columns: int, tmp_path: Pa
 
 @pytest.mark.slow(6)
 def test_without_a_terminal_ctrl_c_reports_too(tmp_path: Path) -> None:
-    with subprocess.Popen(words(tmp_path, "stress"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as process:  # fmt: skip
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            process.send_signal(INT)
-            out, err = process.communicate(timeout=ENDS_WITHIN)
-        finally:
-            process.kill()
+    with Running(*words(tmp_path, "stress"), popen=subprocess.Popen, stdin=subprocess.DEVNULL) as command:
+        line, done = command.line(), command.ended(INT)
     assert re.match(r"\d+ (of 120 )?s +\d+ % · requests [\d,]+ served · \d+ running", line), line
-    assert (process.returncode, "stress OK" in out, "\x1b" in line + out + err) == (130, True, False), err
+    assert (done.returncode, "stress OK" in done.stdout, "\x1b" in f"{line}{done}") == (130, True, False), done
     reported(tmp_path)
 
 
 # a request can be cancelled at each of its awaits, and nothing else changes for it
 
 
-class Steps:
-    """Awaits five things of three kinds and notes how far it came."""
+@pytest.mark.parametrize("at", [None, 1, 2, 3, 4, 5, 6])
+async def test_it_cancels_at_exactly_that_await(at: int | None) -> None:
+    """Of five, of three kinds. A place behind the end never comes."""
+    reached, cleaned = list[int](), list[bool]()
 
-    def __init__(self) -> None:
-        self.reached = 0
-        self.cleaned = False
-
-    async def run(self) -> str:
+    async def steps() -> str:
         loop = asyncio.get_running_loop()
         try:
-            for _ in range(3):
+            for number in range(3):
                 await asyncio.sleep(0)
-                self.reached += 1
+                reached.append(number)
             future = loop.create_future()
             loop.call_soon(future.set_result, None)
             await future
-            self.reached += 1
+            reached.append(3)
             async with asyncio.timeout(60):
                 await asyncio.sleep(0)
-            self.reached += 1
+            reached.append(4)
         finally:
-            self.cleaned = True
+            cleaned.append(True)
         return "done"
 
+    work = CancelledAt(steps(), at)
 
-@pytest.mark.parametrize("at", [None, 1, 2, 3, 4, 5, 6])
-async def test_it_cancels_at_exactly_that_await(at: int | None) -> None:
-    steps = Steps()
-    work = CancelledAt(steps.run(), at)
+    async def one() -> Any:
+        return await work
 
-    async def one() -> str:
-        found: str = await work
-        return found
-
-    if at in (None, 6):                                # a place behind the end never comes
-        assert (await one(), work.awaits, steps.reached) == ("done", 5, 5)
+    if at in (None, 6):
+        assert (await one(), work.awaits, len(reached)) == ("done", 5, 5)
         return
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(one())
-    assert (steps.reached, steps.cleaned) == (at - 1, True)
+    assert (len(reached), cleaned) == (at - 1, [True])
 
 
 async def test_errors_come_out() -> None:

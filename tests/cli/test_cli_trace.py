@@ -16,7 +16,6 @@ import pytest
 
 from asynccache.cli import traces
 from asynccache.cli.hit_curves import curve
-from asynccache.cli.main import main
 from asynccache.cli.traces import (
     BLOCK_TOKENS,
     Trace,
@@ -31,6 +30,7 @@ from asynccache.cli.traces import (
 from asynccache.cli.workloads import TraceSource, block_tokens, stream_tokens
 from asynccache.errors import ConfigError
 from tests.cli.trace_kit import BY_BLOCK, REAL, Ran, made_trace, needs_trace, write_trace
+from tests.processes import Command
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
 
@@ -230,25 +230,22 @@ def test_blocks_of_any_size_are_said_by_the_record_or_the_option(tmp_path: Path)
         read_trace(str(tmp_path / "t.jsonl"))
 
 
-def test_plan_and_replay_say_what_they_read_and_count_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_replay_say_what_they_read_and_count_alike(tmp_path: Path, command: Command) -> None:
     (tmp_path / "b.jsonl").write_text(BAILIAN)
     for path, form, size in ((str(tmp_path / "b.jsonl"), "Qwen-Bailian", 16),
                              (lines(tmp_path / "w.jsonl", FIRST, SECOND), "AgentX", 64)):
-        assert main(["plan", path]) == 0
-        assert f"in blocks of {size} ({form})" in capsys.readouterr().out
+        assert f"in blocks of {size} ({form})" in command("plan", path).stdout
         out = tmp_path / "out.json"
-        assert main(["plan", path, "--json", str(out)]) == 0
+        command("plan", path, "--json", out)
         plan = json.loads(out.read_text())
-        assert main(["replay", path, "--concurrency", "1", "--no-insert-outputs", "--page-size", str(size), "--json",
-                     str(out)]) == 0
-        assert f"blocks of {size} tokens ({form})" in capsys.readouterr().out
+        asked = ("--concurrency", "1", "--no-insert-outputs", "--page-size", size, "--json", out)
+        assert f"blocks of {size} tokens ({form})" in command("replay", path, *asked).stdout
         replay = json.loads(out.read_text())
         assert replay["ok"]
         assert replay["blocks"]["hit"] == replay["blocks"]["shared"] > 0
         assert (replay["format"], replay["block_size"]) == (plan["format"], plan["block_size"]) == (form, size)
-        assert round(replay["hit_ratio"], 5) == plan["highest_hit_ratio"]
+        assert round(replay["hit_ratio"], 5) == plan["highest_hit_ratio"], "also where prompts end inside a page"
+        assert replay["hit_ratio_is"] == plan["hit_ratio_is"]
 
 
 def test_conversations_of_another_format_have_their_own_times(tmp_path: Path) -> None:

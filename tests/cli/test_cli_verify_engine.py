@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,61 +28,124 @@ pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+import openai_server
 import openai_serving.paths
 import torch
+import uvicorn
 from asynccache_shim import Batch
+from openai_serving.app import build
 from openai_serving.models import FAMILIES
 from openai_serving.protocol import ApiError, ParsedRequest, Prompt
 from openai_serving.scores import ScoredModel
-from openai_serving.service import Choices, Service
+from openai_serving.service import Choices, Service, ServiceParts
 
 from asynccache.cli.main import main
 from asynccache.cli.openai_client import Answer, Difference, EngineError, apart
 from asynccache.cli.verify_engine import Options, Verification
 from asynccache.memory.mover import Mover
 from asynccache.storage import CheckedStore, Result
-from tests import warm
-from tests.cli.engine_server import (
-    DEVICE,
-    FEW,
-    FLUSHES,
-    AdaptedModel,
-    Adapting,
-    Mixing,
-    parts,
-    serving,
-    verdicts,
-    verified,
-)
-from tests.examples.server_kit import ROOT, command
+from tests.examples.server_kit import WORDS
+from tests.processes import PATHS, Running
+from tests.stores.server import free_port
+from tests.waiting import wait_until
 
 # ``asynccache verify-engine``: right servers pass, and wrong ones are found, each by the name of the tier.
 #
-# The servers are the example server with real small models. What makes one wrong is what has made engines wrong: a
-# layer in another's place, a page in another's place, a state that is out of date, a byte, and KV of another adapter.
+# The servers are the example server with real small models, in a thread of this process. What makes one wrong is what
+# has made engines wrong: a layer in another's place, a page in another's place, a state that is out of date, a byte,
+# and KV of another adapter.
 
 
 torch.set_num_threads(1)
+
+DEVICE, HOST = 1024, 4096
+"""Room in tokens."""
+
+
+def parts(family: str = "qwen3", *more: str, device: int = DEVICE) -> ServiceParts:
+    """The parts of a server whose device and host memory are small."""
+    words = ("--device-tokens", str(device), "--host-tokens", str(HOST), "--model-family", family)
+    return openai_server.served(openai_server.arguments([*words, *(more or ("--storage", "memory:"))]))
+
+
+@contextmanager
+def serving(planned: ServiceParts, kind: type[Service] = Service) -> Iterator[str]:
+    """A server, and its address."""
+    listens, stop = threading.Event(), asyncio.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        async with kind(planned) as service:
+            server = uvicorn.Server(uvicorn.Config(build(service), port=0, log_level="critical", lifespan="off"))
+            running = asyncio.create_task(server._serve())
+            while not server.started:  # noqa: ASYNC110  uvicorn sets no asyncio.Event
+                await asyncio.sleep(0.01)
+            found.extend((asyncio.get_running_loop(), server.servers[0].sockets[0].getsockname()[1]))
+            listens.set()
+            await stop.wait()
+            server.should_exit = True
+            await running
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        finally:
+            listens.set()
+
+    thread = threading.Thread(target=run, name="engine-server")
+    thread.start()
+    listens.wait()
+    assert len(found) == 2, found
+    try:
+        yield f"http://127.0.0.1:{found[1]}"
+    finally:
+        found[0].call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+FEW = ("--prompts", "6", "--length", "160", "--new-tokens", "8", "--at-once", "3", "--pause", "0.2")
+FLUSHES = ("--flush-device", str(DEVICE), "--flush-host", str(DEVICE + HOST + 1024))
+
+
+class Verified(NamedTuple):
+    """What came of the command. ``verdicts``: by tier."""
+
+    status: int
+    report: dict[str, Any]
+    printed: str
+    verdicts: dict[str, str]
+
+
+Verify = Callable[..., Verified]
+"""What the fixture ``verify`` is."""
+
+
+@pytest.fixture
+def verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Verify:
+    """Runs the command on a server of these parts, or at this address."""
+
+    def done(server: ServiceParts | str, *options: str, kind: type[Service] = Service) -> Verified:
+        file = tmp_path / "report.json"
+        with nullcontext(server) if isinstance(server, str) else serving(server, kind) as url:
+            status = main(["verify-engine", url, "--json", str(file), *FEW, *options])
+        report = json.loads(file.read_text())
+        verdicts = {tier["tier"]: tier["verdict"] for tier in report["tiers"]}
+        return Verified(status, report, capsys.readouterr().out, verdicts)
+
+    return done
+
 
 TIERS = ("new", "device", "turns", "host", "storage")
 RIGHT = dict.fromkeys(TIERS, "right")
 
 
-IN_CHECK = ("qwen3", "falcon_h1")
-
-
 @pytest.mark.parametrize("family", [
-    family if family in IN_CHECK else pytest.param(family, marks=pytest.mark.slow(6)) for family in FAMILIES
+    family if family == "qwen3" else pytest.param(family, marks=pytest.mark.slow(6)) for family in FAMILIES
 ])  # fmt: skip
-def test_a_right_server_passes(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(parts(family)) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
-    printed = capsys.readouterr().out
-    assert verdicts(report) == RIGHT, printed
-    assert status == 0
-    assert report["cache_salt"]
-    assert report["page_size"] == 16
-    assert report["cold_runs_differ_by"] < 1e-3
+def test_a_right_server_passes(family: str, verify: Verify) -> None:
+    status, report, printed, verdicts = verify(parts(family), *FLUSHES)
+    assert (status, verdicts) == (0, RIGHT), printed
+    assert (report["cache_salt"], report["page_size"], report["cold_runs_differ_by"] < 1e-3) == (True, 16, True)
     assert all(len(line) <= 80 for line in printed.splitlines())
     assert printed.endswith("right: answers from every tier are those of the cold server\n")
     tiers = {tier["tier"]: tier for tier in report["tiers"]}
@@ -178,22 +241,23 @@ TO_HOST = {"new": "right", "device": "right", "turns": "right", "host": "wrong"}
 
 
 @pytest.mark.parametrize(("fault", "family", "flushes", "wanted"), [
-    *((partial(load_wrongly, spoil=spoil), "qwen3", FLUSHES[:2], TO_HOST)
-      for spoil in (swap_layers, shift_pages, flip_a_byte)),
-    (mix_pages, "qwen3", (), {"new": "right", "device": "wrong", "turns": "wrong"}),
-    (take_no_checkpoints, "falcon_h1", (), {"new": "right", "device": "wrong"}),
-    (take_no_checkpoints, "qwen3_next", (), {"new": "right", "device": "wrong"}),
-    (get_wrongly, "qwen3", FLUSHES, RIGHT | {"storage": "wrong"}),
-], ids=["layers", "pages", "byte", "device", "state", "states", "store"])  # fmt: skip
+    pytest.param(*row, id=name, marks=() if name in ("layers", "device") else pytest.mark.slow(4)) for name, row in {
+        "layers": (partial(load_wrongly, spoil=swap_layers), "qwen3", FLUSHES[:2], TO_HOST),
+        "pages": (partial(load_wrongly, spoil=shift_pages), "qwen3", FLUSHES[:2], TO_HOST),
+        "byte": (partial(load_wrongly, spoil=flip_a_byte), "qwen3", FLUSHES[:2], TO_HOST),
+        "device": (mix_pages, "qwen3", (), {"new": "right", "device": "wrong", "turns": "wrong"}),
+        "state": (take_no_checkpoints, "falcon_h1", (), {"new": "right", "device": "wrong"}),
+        "states": (take_no_checkpoints, "qwen3_next", (), {"new": "right", "device": "wrong"}),
+        "store": (get_wrongly, "qwen3", FLUSHES, RIGHT | {"storage": "wrong"}),
+    }.items()
+])  # fmt: skip
 def test_a_server_that_is_wrong_is_found_and_its_tier_named(
     fault: Callable[[pytest.MonkeyPatch], None], family: str, flushes: tuple[str, ...], wanted: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, verify: Verify,
 ) -> None:  # fmt: skip
     fault(monkeypatch)
-    with serving(parts(family)) as url:
-        status, report = verified(url, tmp_path, *flushes)
-    printed = capsys.readouterr().out
-    assert (status, verdicts(report) | wanted) == (1, verdicts(report)), printed
+    status, report, printed, verdicts = verify(parts(family), *flushes)
+    assert (status, verdicts | wanted) == (1, verdicts), printed
     if wanted is TO_HOST:
         assert printed.endswith("wrong from: host\n")
         first = report["tiers"][-1]["first"]
@@ -201,33 +265,67 @@ def test_a_server_that_is_wrong_is_found_and_its_tier_named(
         assert f"host: the first difference is at token {first['position']}, in page {first['page']}:" in printed
 
 
-def test_the_page_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_page_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
     """The last page of a load has a wrong byte, so a prompt that ends before it is right."""
     load_wrongly(monkeypatch, flip_a_byte)
-    with serving(parts()) as url:
-        _, report = verified(url, tmp_path, "--flush-device", str(DEVICE), "--prompts", "1")
-    first = report["tiers"][-1]["first"]
+    first = verify(parts(), "--flush-device", str(DEVICE), "--prompts", "1").report["tiers"][-1]["first"]
     assert first["kv_page"] == first["cached_tokens"] // 16 - 1
 
 
-def test_the_kv_of_another_adapter_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+ADAPTERS = ("a", "b")
+
+
+class Adapting(Service):
+    """A server of two adapters of one model. ``apart``: whether their KV is kept apart."""
+
+    apart = True
+
+    def check_model(self, name: str) -> None:
+        assert name in ADAPTERS
+
+    def generate(self, ask: ParsedRequest, tokens: list[int]) -> Choices:
+        """Mark the request with its adapter, in an option that greedy requests do not use."""
+        salt = f"{ask.model}/{ask.cache_salt}" if self.apart else ask.cache_salt
+        sampling = ask.sampling._replace(top_k=ADAPTERS.index(ask.model))
+        return super().generate(replace(ask, cache_salt=salt, sampling=sampling), tokens)
+
+
+class Mixing(Adapting):
+    """The same, and wrong: what one adapter computed is found by the other."""
+
+    apart = False
+
+
+class AdaptedModel(ScoredModel):
+    """A model whose second adapter is a changed matrix."""
+
+    def forward(self, batch: Batch) -> list[int]:
+        found: dict[int, int] = {}
+        weight = self._model.model.layers[0].self_attn.v_proj.weight.data
+        plain = weight.clone()
+        for adapter in range(len(ADAPTERS)):
+            chunks = tuple(chunk for chunk in batch.chunks if chunk.sampling.top_k == adapter)
+            weight.copy_(plain * (1 - 2 * adapter))
+            made = super().forward(Batch(chunks, () if adapter else batch.ended))
+            found |= zip((chunk.request_id for chunk in chunks), made, strict=True)
+        weight.copy_(plain)
+        return [found[chunk.request_id] for chunk in batch.chunks]
+
+
+@pytest.mark.slow(6)
+def test_the_kv_of_another_adapter_is_found(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
     monkeypatch.setattr(openai_serving.paths, "ScoredModel", AdaptedModel)
     models = ("--model", "a", "--model", "b")
-    with serving(parts(), Adapting) as url:
-        status, report = verified(url, tmp_path, *models)
-        assert status == 0, report
-    with serving(parts(), Mixing) as url:
-        status, report = verified(url, tmp_path, *models)
-    assert status == 1
-    assert verdicts(report)["new"] == "wrong"
+    right = verify(parts(), *models, kind=Adapting)
+    assert right.status == 0, right.report
+    status, report, _, verdicts = verify(parts(), *models, kind=Mixing)
+    assert (status, verdicts["new"]) == (1, "wrong")
     assert {report["tiers"][0]["first"]["model"]} <= {"a", "b"}
     assert any("another model or adapter" in note for note in report["notes"])
 
 
 # ``asynccache verify-engine`` and servers that are not like ours: without salts, unsteady, silent, or no servers.
-
-
-torch.set_num_threads(1)
 
 
 class Unsalted(Service):
@@ -251,15 +349,11 @@ class Refusing(Service):
         return await super().tokens(prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Unsalted, Refusing])
-def test_a_server_without_salts_is_verified_as_far_as_that_goes(
-    kind: type[Service], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(parts(), kind) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
-    printed = capsys.readouterr().out
-    assert verdicts(report) == {"device": "right", "host": "right", "storage": "right"}, printed
-    assert status == 0
+def test_a_server_without_salts_is_verified_as_far_as_that_goes(kind: type[Service], verify: Verify) -> None:
+    status, report, printed, verdicts = verify(parts(), *FLUSHES, kind=kind)
+    assert (status, verdicts) == (0, dict.fromkeys(("device", "host", "storage"), "right")), printed
     assert not report["cache_salt"]
     assert "does not keep prompts apart by cache_salt" in printed.replace("\n", " ")
     assert ("has no /tokenize" in printed) is (kind is Refusing)
@@ -276,47 +370,44 @@ def disturb(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
     monkeypatch.setattr(ScoredModel, "compute_all", noisy)
 
 
-def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    planned = parts()
+@pytest.mark.slow
+def test_what_two_cold_runs_differ_by_is_allowed(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
     disturb(monkeypatch, 0.03)
-    with serving(planned) as url:
-        status, report = verified(url, tmp_path, *FLUSHES)
+    status, report, _, _ = verify(parts(), *FLUSHES)
     assert status == 0, report
     assert 0.03 < report["cold_runs_differ_by"] < 0.3
     assert report["allowed"] == pytest.approx(3 * report["cold_runs_differ_by"])
 
 
 def test_a_server_whose_cold_runs_disagree_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = parts()
     disturb(monkeypatch, 20.0)
-    with serving(planned) as url:
+    with serving(parts()) as url:
         said = refused(url, *FEW)
     assert "prompts were more than 1 nats apart, so its answers say nothing about its cache" in said
 
 
-def test_a_tier_that_gave_nothing_is_not_called_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_a_tier_that_gave_nothing_is_not_called_right(verify: Verify) -> None:
     """There is no storage here, so that what left the host's memory is gone."""
-    with serving(parts(storage=None)) as url:
-        status, report = verified(url, tmp_path, "--flush-host", FLUSHES[3])
-    assert status == 1
-    assert verdicts(report)["storage"] == "not hit"
-    assert capsys.readouterr().out.endswith("no hit from: storage\n")
+    status, _, printed, verdicts = verify(parts("qwen3", "--storage", "none"), "--flush-host", FLUSHES[3])
+    assert (status, verdicts["storage"]) == (1, "not hit")
+    assert printed.endswith("no hit from: storage\n")
 
 
-def test_a_flush_is_a_command_or_a_post(tmp_path: Path) -> None:
+@pytest.mark.slow(4)
+def test_a_flush_is_a_command_or_a_post(tmp_path: Path, verify: Verify) -> None:
     """The command leaves something running with its output open; nothing waits for that. /tokenize takes any POST."""
     with serving(parts()) as url:
         began = time.monotonic()
-        status, _ = verified(url, tmp_path, "--flush-device", f"touch {tmp_path}/flushed; sleep 30 & true")
-        assert time.monotonic() - began < 25
-        assert status == 0
+        flushed = verify(url, "--flush-device", f"touch {tmp_path}/flushed; sleep 30 & true")
+        assert (flushed.status, time.monotonic() - began < 25) == (0, True)
         assert (tmp_path / "flushed").exists()
         for how, said in (("exit 3", "'exit 3' failed with status 3: it says nothing"),
                           ("echo no such unit >&2; false", "failed with status 1: no such unit"),
                           ("/nowhere", "POST /nowhere answers 404"), (f"{url}/nowhere?a=1", "nowhere?a=1 answers 404"),
                           ("http://127.0.0.1:1/", "POST http://127.0.0.1:1/:"),
                           ("sleep 30", "longer than 1 s")):  # fmt: skip
-            assert said in refused(url, "--flush-device", how, "--wait", "1", *FEW)
+            assert said in refused(url, "--flush-device", how, "--wait", "1", *FEW, "--prompts", "1")
 
 
 def refused(*arguments: str) -> str:
@@ -432,23 +523,22 @@ def test_a_flood_of_any_size_begins_at_once() -> None:
     assert re.fullmatch(r"host: other prompts: [\d,]+ of [\d,]+ prompts", lines[-1])
 
 
-def test_conversations_end_where_the_context_does(tmp_path: Path) -> None:
-    with serving(parts()) as url:
-        assert "are more than the server's context of 1024 tokens" in refused(url, "--length", "1020")
-        status, report = verified(url, tmp_path, "--length", "64", "--new-tokens", "400", "--prompts", "1")
+@pytest.mark.slow
+def test_conversations_end_where_the_context_does(verify: Verify) -> None:
+    with serving(parts(device=512)) as url:
+        assert "are more than the server's context of 512 tokens" in refused(url, "--length", "508")
+        status, report, _, _ = verify(url, "--length", "64", "--new-tokens", "200", "--prompts", "1")
     assert status == 0, report
     [turns] = [tier for tier in report["tiers"] if tier["tier"] == "turns"]
     assert 0 < turns["prompts"] < 6
 
 
 @pytest.mark.slow
-def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_restart_prompts_come_from_storage(tmp_path: Path, verify: Verify) -> None:
     """The server in a process of its own, which a command restarts, as an operator's would."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = [*command("--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=8MiB", "--port", str(port)),
-              "--device-tokens", str(DEVICE), "--host-tokens", str(DEVICE)]  # fmt: skip
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "backends", "scheduler_shim"))
+    port = free_port()
+    server = [sys.executable, *WORDS, "--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=8MiB", "--port",
+              str(port), "--device-tokens", str(DEVICE), "--host-tokens", str(DEVICE)]  # fmt: skip
     script = tmp_path / "restart.py"
     script.write_text(f"""
 import os, signal, socket, subprocess, sys, time
@@ -459,44 +549,31 @@ if os.path.exists(pid):
         time.sleep(0.05)
     time.sleep(0.5)
 server = subprocess.Popen({server!r}, stdout=subprocess.PIPE, stderr=open({str(tmp_path / "log")!r}, "a"),
-                          start_new_session=True, env=os.environ | {{"PYTHONPATH": {paths!r}}})
+                          start_new_session=True, env=os.environ | {PATHS!r})
 open(pid, "w").write(str(server.pid))
 server.stdout.readline()
 """)
     restart = f"{sys.executable} {script}"
     try:
         subprocess.run(restart, shell=True, check=True)
-        status, report = verified(f"http://127.0.0.1:{port}/v1", tmp_path, "--restart", restart)
+        status, report, printed, verdicts = verify(f"http://127.0.0.1:{port}/v1", "--restart", restart)
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
-    assert verdicts(report)["restart"] == "right", capsys.readouterr().out
-    assert status == 0
+    assert (status, verdicts["restart"]) == (0, "right"), printed
     tiers = {tier["tier"]: tier for tier in report["tiers"]}
     assert tiers["restart"]["hits_by_tier"]["storage"] == tiers["restart"]["tokens_hit"] > 0
 
 
+@pytest.mark.slow(4)
 def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
-    with serving(parts()) as url:
-        process = warm.Popen(
-            [sys.executable, "-m", "asynccache", "verify-engine", url, *FEW, "--flush-device",
-             f"echo $$ > {tmp_path}/shell; sleep 60"], stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            end = time.monotonic() + 180
-            while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            time.sleep(2.5)  # what takes longer than two seconds says how far it is
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=20)
-        finally:
-            process.kill()
-            process.wait()
-    assert process.returncode == 130
-    assert "Traceback" not in said
-    assert ": " in said
-    group = int((tmp_path / "shell").read_text())
+    shell = tmp_path / "shell"
+    asked = ("-m", "asynccache", "verify-engine", *FEW, "--flush-device", f"echo $$ > {shell}; sleep 60")
+    with serving(parts()) as url, Running(*asked, url) as command:
+        wait_until(lambda: shell.exists() and shell.read_text())
+        time.sleep(2.5)  # what takes longer than two seconds says how far it is
+        done = command.ended(signal.SIGINT)
+    assert (done.returncode, "Traceback" in done.stderr, ": " in done.stderr) == (130, False, True)
+    group = int(shell.read_text())
     fields = [stat.read_text().rpartition(")")[2].split() for stat in Path("/proc").glob("[0-9]*/stat")]
     assert not [state for state, _, its, *_ in fields if int(its) == group and state != "Z"]
 

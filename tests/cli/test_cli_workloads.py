@@ -99,13 +99,9 @@ def test_half_of_the_ends_are_hinted() -> None:
 TOKENS = stream_tokens(1, 0, 1000)
 
 
-def test_one_value_a_whole_page() -> None:
-    assert len(page_values(TOKENS, 16)) == 62
-    assert len(page_values(TOKENS[:15], 16)) == 0
-
-
 def test_a_value_depends_on_all_tokens_before_and_none_behind() -> None:
     values = page_values(TOKENS, 16)
+    assert (len(values), len(page_values(TOKENS[:15], 16))) == (62, 0), "one a whole page"
     assert np.array_equal(page_values(TOKENS[:320], 16), values[:20])
     changed = TOKENS.copy()
     changed[17] += 1
@@ -115,14 +111,9 @@ def test_a_value_depends_on_all_tokens_before_and_none_behind() -> None:
     assert not (page_values(swapped, 16) == values)[:31].any()
 
 
-def test_namespaces_differ() -> None:
-    plain, a, b = (page_values(TOKENS, 16, key) for key in (None, "a", "b"))
-    assert not (plain == a).any()
-    assert not (a == b).any()
-
-
-def test_values_of_many_pages_are_distinct() -> None:
-    values = np.concatenate([page_values(stream_tokens(i, 0, 4096), 16) for i in range(64)])
+def test_values_of_many_pages_and_namespaces_are_distinct() -> None:
+    many = [page_values(stream_tokens(i, 0, 4096), 16) for i in range(64)]
+    values = np.concatenate([*many, *(page_values(TOKENS, 16, key) for key in ("a", "b"))])
     assert len(np.unique(values)) == len(values)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ Ran = Callable[..., dict[str, Any]]
 def write_trace(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def blocks_trace(path: Path, requests: Iterable[tuple[float, Sequence[int]]]) -> Path:
+    """Write prompts of whole blocks: each at so many milliseconds, with one token of output."""
+    return write_trace(path, (
+        {"timestamp": at, "input_length": BLOCK_TOKENS * len(blocks), "output_length": 1, "hash_ids": list(blocks)}
+        for at, blocks in requests))  # fmt: skip
 
 
 def made_trace(

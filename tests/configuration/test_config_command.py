@@ -6,17 +6,15 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asynccache import ConfigError, Full, SlidingWindow, WritePolicy, load_config
-from asynccache.cli import main as command
-from asynccache.cli.main import main
+from asynccache.cli import main as program
 from asynccache.cli.options import RunSettings
 from asynccache.cli.run_cache import configure
+from tests.processes import ROOT, Command
 
-ROOT = Path(__file__).parents[2]
 KV = """\
 model = "m"
 page_size = 16
@@ -42,27 +40,22 @@ def kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-Captured = pytest.CaptureFixture[str]
-
-
-def test_show_prints_what_can_be_loaded_again(kv: Path, tmp_path: Path, capsys: Captured) -> None:
-    assert main(["config", "show", str(kv)]) == 0
-    shown = capsys.readouterr().out
+def test_show_prints_what_can_be_loaded_again(kv: Path, tmp_path: Path, command: Command) -> None:
+    shown = command("config", "show", str(kv)).stdout
     assert f"# {kv}" in shown
     again = tmp_path / "again.toml"
     again.write_text(shown)
     assert load_config(again, env={}) == load_config(kv, env={})
 
 
-def test_check_says_that_a_file_can_be_used(kv: Path, capsys: Captured) -> None:
-    assert main(["config", "check", str(kv)]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.splitlines() == [
+def test_check_says_that_a_file_can_be_used(kv: Path, command: Command) -> None:
+    captured = command("config", "check", kv)
+    assert captured.stdout.splitlines() == [
         f"{kv}: can be used",
         "  full: 2 layers, 64 bytes a token; device 1 MiB for 16,384 tokens, host 2 MiB for 32,768 tokens",
         "  swa: 1 layer, 32 bytes a token; device 512 KiB for 16,384 tokens, host 512 KiB for 16,384 tokens",
     ]
-    assert captured.err == ""
+    assert captured.stderr == ""
 
 
 @pytest.mark.parametrize(("model", "store", "warned"), [
@@ -70,19 +63,17 @@ def test_check_says_that_a_file_can_be_used(kv: Path, capsys: Captured) -> None:
     ("m-0123456789abcdef0123456789abcdef", "file:/var/kv?capacity=1GiB", False),
 ])  # fmt: skip
 def test_check_warns_of_a_name_that_new_weights_may_have_too(
-    kv: Path, capsys: Captured, model: str, store: str, warned: bool
+    kv: Path, command: Command, model: str, store: str, warned: bool
 ) -> None:
     kv.write_text(KV.replace('"m"', f'"{model}"').replace("memory:?capacity=1MiB", store))
-    assert main(["config", "check", str(kv)]) == 0
-    warning = capsys.readouterr().err
+    warning = command("config", "check", str(kv)).stderr
     assert ("warning: model='m' names no weights" in warning and "weights_digest" in warning) == warned
     assert warned or warning == ""
 
 
-def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> None:
+def test_check_lists_everything_that_is_wrong(kv: Path, command: Command) -> None:
     kv.write_text(KV.replace("window", "windw").replace("page_size = 16", "page_size = 0") + "[stress]\nrequests = 5\n")
-    assert main(["config", "check", str(kv)]) == 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = command("config", "check", str(kv), status=1).stderr.splitlines()
     assert lines == [
         f"asynccache: page_size=0 must lie between 1 and 65536 ({kv})",
         f"asynccache: components.swa.windw=64 ({kv}): there is no such setting; did you mean 'window'?",
@@ -91,20 +82,12 @@ def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> Non
     ]
 
 
-def test_the_python_on_the_page_runs_with_the_file_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variables_on_the_page_are_of_the_file_on_the_page(kv: Path) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    kinds = ('toml title="kv.toml"', "python")
-    (file,), (code,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in kinds)
-    (variables,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    Path("kv.toml").write_text(file)
-    found: dict[str, Any] = {}
-    exec(code, found)
-    assert found["config"].components[0].device_tokens == 131072
-    env = dict(re.findall(r"^export (\w+)=(\S+)", variables, re.MULTILINE))
-    config = load_config("kv.toml", env=env)
+    (file,), (variables,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
+                             for kind in ('toml title="kv.toml"', "sh"))  # fmt: skip
+    kv.write_text(file)
+    config = load_config(kv, env=dict(re.findall(r"^export (\w+)=(\S+)", variables, re.MULTILINE)))
     assert (config.page_size, config.sidecars[0].bytes_per_page) == (32, 1024)
     assert config.storage_options["capacity"] == "20GiB"
 
@@ -148,78 +131,67 @@ def test_a_run_is_on_the_device_of_the_file_unless_it_is_told_another(kv: Path) 
         stress(kv, {}, device="gpu")
 
 
-def test_the_whole_of_a_described_cache_is_in_the_report(kv: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    options = ["--requests", "12", "--rate", "0", "--quiet"]
-    assert main(["stress", "--config", str(kv), *options, "--json", str(report)]) == 0
-    assert json.loads(report.read_text())["settings"]["cache"]["components"][1]["window"] == 64
+def test_the_whole_of_a_described_cache_is_in_the_report(kv: Path, command: Command) -> None:
+    report = command("stress", "--config", kv, "--requests", "12", "--rate", "0", "--quiet", "--json", "-").stdout
+    assert json.loads(report)["settings"]["cache"]["components"][1]["window"] == 64
 
 
 @pytest.mark.parametrize("more", [[], ["--faults", "0.01"]])
-def test_a_run_hands_the_options_of_storage_on(kv: Path, more: list[str], capsys: Captured) -> None:
+def test_a_run_hands_the_options_of_storage_on(kv: Path, more: list[str], command: Command) -> None:
     kv.write_text(KV + '[storage_options]\ncapasity = "1MiB"\n')
-    assert main(["stress", "--config", str(kv), "--quiet", *more]) == 2
-    assert "unknown option 'capasity'" in capsys.readouterr().err
+    assert "unknown option 'capasity'" in command("stress", "--config", str(kv), "--quiet", *more, status=2).stderr
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def dispatch(arguments: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(command, "_dispatch", dispatch)
+    monkeypatch.setattr(program, "_dispatch", dispatch)
     monkeypatch.delenv("ASYNCCACHE_DEBUG", raising=False)
 
 
-def test_a_bug_is_one_line_and_how_to_see_where(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_bug_is_one_line_and_how_to_see_where(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     broken(monkeypatch, KeyError("x"))
-    assert main(["stress"]) == 3
-    said = capsys.readouterr()
-    assert said.err == "asynccache: KeyError: 'x'; this is a bug in asynccache, --debug shows where\n"
-    assert said.out == ""
+    said = command("stress", status=3)
+    assert said.stderr == "asynccache: KeyError: 'x'; this is a bug in asynccache, --debug shows where\n"
+    assert said.stdout == ""
 
 
 @pytest.mark.parametrize(("arguments", "debug"), [(["stress", "--debug"], ""), (["stress"], "1")])
 def test_who_asks_sees_the_traceback(
-    arguments: list[str], debug: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    arguments: list[str], debug: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     broken(monkeypatch, KeyError("x"))
     monkeypatch.setenv("ASYNCCACHE_DEBUG", debug)
-    assert main(arguments) == 3
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in command(*arguments, status=3).stderr
 
 
-def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     broken(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
-    assert main(["stress"]) == 2
-    assert capsys.readouterr().err == "asynccache: /x/y: Permission denied\n"
+    assert command("stress", status=2).stderr == "asynccache: /x/y: Permission denied\n"
 
 
-def test_json_goes_to_a_file_or_in_place_of_the_text(kv: Path, capsys: Captured) -> None:
+def test_json_goes_to_a_file_or_in_place_of_the_text(kv: Path, command: Command) -> None:
     """As with every command; and a settings file behind ``--json`` is read, never written."""
     out = kv.with_suffix(".json")
-    assert main(["config", "show", str(kv), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(command("config", "show", str(kv), "--json").stdout)
     assert {"setting": "model", "value": "m", "from": str(kv)} in shown
     for words in (["--json", "-", str(kv)], ["--json", str(kv)]):
-        assert main(["config", "show", *words]) == 0
-        assert json.loads(capsys.readouterr().out) == shown
+        assert json.loads(command("config", "show", *words).stdout) == shown
         assert kv.read_text() == KV
-    assert main(["config", "show", str(kv), "--json", str(out)]) == 0
-    assert "page_size = 16" in capsys.readouterr().out
+    assert "page_size = 16" in command("config", "show", str(kv), "--json", str(out)).stdout
     assert json.loads(out.read_text()) == shown
-    assert main(["config", "schema", "--json", str(out)]) == 0
-    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out)
-    assert main(["config", "check", str(kv), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    assert json.loads(command("config", "schema", "--json", str(out)).stdout) == json.loads(out.read_text())
+    answer = json.loads(command("config", "check", str(kv), "--json").stdout)
     assert (answer["file"], answer["ok"], answer["problems"]) == (str(kv), True, [])
     kv.write_text("nonsense = 3\n" + KV)
-    assert main(["config", "check", str(kv), "--json"]) == 1
-    said = capsys.readouterr()
-    assert [f"asynccache: {problem}" for problem in json.loads(said.out)["problems"]] == said.err.splitlines() != []
+    said = command("config", "check", str(kv), "--json", status=1)
+    problems = json.loads(said.stdout)["problems"]
+    assert [f"asynccache: {problem}" for problem in problems] == said.stderr.splitlines() != []
 
 
-@pytest.mark.parametrize("name", command.COMMANDS)
+@pytest.mark.parametrize("name", program.COMMANDS)
 def test_json_has_one_grammar(name: str) -> None:
-    options = import_module(f"asynccache.cli.{command.COMMANDS[name][0]}").Options
+    options = import_module(f"asynccache.cli.{program.COMMANDS[name][0]}").Options
     extra = options.fields(name)["json"].extra
     assert (extra["metavar"], extra["const"]) == ("PATH|-", "-")

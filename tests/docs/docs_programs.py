@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, Running
+from tests.stores.server import listens
+from tests.waiting import wait_until
+
 PATIENCE = 60.0
 SHORT = {
     "stress": ["--requests", "16"],
@@ -32,7 +33,7 @@ def asynccache(arguments: list[str]) -> int:
     from asynccache.cli.main import main
 
     if arguments[0] == "explain":
-        _listening(urlsplit(arguments[1]).port or 0)
+        wait_until(lambda: listens(urlsplit(arguments[1]).port or 0), "nobody listens")
     return main(sooner(arguments))
 
 
@@ -40,17 +41,6 @@ def sooner(arguments: list[str]) -> list[str]:
     """Arguments of ``asynccache`` with which it stops early."""
     known = " ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0]
     return arguments + ([] if "--serve" in arguments else SHORT.get(known, []))
-
-
-def _listening(port: int) -> None:
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert time.monotonic() < end, f"nobody listens at {port}"
-            time.sleep(0.05)
 
 
 def python(arguments: list[str]) -> int:
@@ -64,15 +54,10 @@ def python(arguments: list[str]) -> int:
 
 def _served(command: list[str]) -> int:
     """A reader starts it, asks it something, and presses Ctrl-C."""
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        greeting = process.stdout.readline()
-        try:
-            with urlopen(f"{greeting.split()[0]}/healthz", timeout=PATIENCE) as answer:
-                assert answer.status == 200
-        finally:
-            process.send_signal(signal.SIGINT)
-        return process.wait(timeout=PATIENCE)
+    with Running(*command, popen=subprocess.Popen) as process:
+        with urlopen(f"{process.line('stdout').split()[0]}/healthz", timeout=PATIENCE) as answer:
+            assert answer.status == 200
+        return process.ended(signal.SIGINT).returncode
 
 
 def make(arguments: list[str]) -> int:

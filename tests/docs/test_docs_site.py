@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from tests.docs.docs_kit import ROOT
+from tests.processes import ROOT, run
 from tests.workers import made_once
 
 pytest.importorskip("material")
@@ -35,11 +32,9 @@ class _Loads(HTMLParser):
 
 def build(folder: Path) -> None:
     nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
-    done = subprocess.run(  # not --quiet: what is not shown is not counted, and then nothing is strict
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT, env=os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
-        timeout=180,
-    )  # fmt: skip
+    # not --quiet: what is not shown is not counted, and then nothing is strict
+    done = run("-m", "mkdocs", "build", "--strict", "--site-dir", folder, cwd=ROOT,
+               env=nowhere | {"NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr, done.stderr
 

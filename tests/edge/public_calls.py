@@ -77,15 +77,19 @@ SECONDS = Number(0)
 COUNT = Integer(1)
 TEXTS = These("{}")
 WITHIN = Number(above=0, optional=True)
-OF_ONE_POOL = These("None")
 SLOTS = Depends(Tokens(1))
 NAMES = {"url": "storage", "text": "storage", "scheme": "storage", "endpoint": "events", "replay": "events"}
-EVENT = Thing(optional=True)
 _KINDS: Mapping[str, Callable[[bool], Kind]] = {
     "bool": lambda optional: Flag(optional=optional), "str": lambda optional: Text(optional=optional),
     "Namespace": lambda optional: Namespace(),
 }  # fmt: skip
 INTEGERS = These("[]", "[8]", "(8,)", "[-8]", "[2**31]")
+BY_NAME: Mapping[str, Kind] = {
+    "options": These("None", "{}"), "after": Thing(optional=True), "now": Number(), "permit": Integer(0),
+    "endpoint": Depends(Text()), "replay": Depends(Text(optional=True)), "pool": These("None"), "hashes": INTEGERS,
+    "layout": Thing(),
+}  # fmt: skip
+"""What parameters of these names take, unless ``EXCEPTIONS`` says more."""
 EMPTY = These("[]", "{}", "''", "b''")
 
 
@@ -335,8 +339,8 @@ def _received(world: World, subscriber: events.Subscriber) -> Callable[..., Any]
     return call
 
 
-async def _served(**arguments: Any) -> None:
-    async with await start_metrics_server(**arguments):
+async def _served(world: World, given: Given) -> None:
+    async with await start_metrics_server(**{"cache": world.cache, **given}):
         pass
 
 
@@ -508,9 +512,8 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
         device_tokens=64),
     "asynccache.Mamba": plain({"state_bytes": COUNT, "device_states": ROOM, "host_states": STATES,
         "parts": These("[]"), **POOL}, state_bytes=64, device_states=4),
-    "asynccache.Sidecar": plain({"name": Depends(Text()), "bytes_per_page": COUNT,
-        "hit_policy": Member(optional=True), **POOL}, name="s", indices_from="full", bytes_per_page=64,
-        hit_policy=HitPolicy.ALL_PAGES),
+    "asynccache.Sidecar": plain({"name": Depends(Text()), "bytes_per_page": COUNT, **POOL}, name="s",
+        indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES),
     **{f"asynccache.{cls.__name__}.attention": Case(_other(cls.attention, layers=2, kv_heads=2, head_dim=8,
         device=64, **more), {"layers": MANY, "kv_heads": MANY, "head_dim": MANY, "device": ROOM, "host": STATES,
         "dtype": Depends(Text()), "more": Flag()}, names={"device": "device_tokens", "host": "host_tokens",
@@ -518,17 +521,16 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
     "asynccache.Mamba.recurrent": Case(_other(Mamba.recurrent, layers=2, parts=((4, 4),), device=4), {"layers": MANY,
         "parts": These("[[8]]"), "device": ROOM, "host": STATES, "dtype": Depends(Text()), "more": Flag()},
         names={"device": "device_states", "host": "host_states", "more": "replicated"}),
-    "asynccache.components_from": plain({"config": These(), "device": ROOM, "host": STATES,
-        "tp": Depends(Integer(1)), "dtype": OneOf(These("None"), Depends(Text()))},
-        config=SimpleNamespace(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, dtype="float32"),
-        device=64),
+    "asynccache.components_from": plain({"device": ROOM, "host": STATES, "tp": Depends(Integer(1)), "dtype":
+        OneOf(These("None"), Depends(Text()))}, config=SimpleNamespace(num_hidden_layers=2, num_attention_heads=2,
+        hidden_size=16, dtype="float32"), device=64),
     "asynccache.load_config": Case(_one_setting, {"path": Depends(Text(optional=True)), "env": These("None", "{}"),
         "given": MANY}, names={"given": "page_size", "path": ""}),
     "asynccache.Adapter": plain({"lora_id": Integer(0, 2**63 - 1, optional=True)}, key="a"),
     # the cache
-    "asynccache.AsyncCache": function(AsyncCache, {"storage": OneOf(Text(), Thing(optional=True)),
-        "on_event": Function(optional=True), "span": Function(optional=True), "debug": Flag(optional=True)},
-        lambda world, _: {"config": world.cache.config})._replace(books=False),
+    "asynccache.AsyncCache": function(AsyncCache, {"storage": OneOf(Text(), Thing(optional=True)), "on_event":
+        Function(optional=True), "span": Function(optional=True)}, lambda world, _: {"config":
+        world.cache.config})._replace(books=False),
     "asynccache.AsyncCache.lease": of_cache(_through, {"tokens": Tokens(1), "new_tokens": Integer(0),
         "timeout": Number(0, optional=True), "states": Integer(0, optional=True), "chunk": Integer(1, optional=True),
         "swa_chunk": Integer(1, optional=True), "shared_tokens": Integer(0, optional=True)}),
@@ -539,25 +541,25 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
     "asynccache.AsyncCache.flush": of_cache("flush", {"timeout": Number(0, optional=True)}),
     "asynccache.AsyncCache.invalidate": of_cache("invalidate", {}),
     "asynccache.AsyncCache.aclose": Case(_aclose, {"timeout": Number(optional=True)}, books=True),
-    "asynccache.AsyncCache.attach_storage": of_cache(_attached, {"storage": Depends(Text()), "options": These("None",
-        "{}"), "name": Depends(Text(optional=True)), "position": Integer(0, 1, optional=True)},
-        storage=MemoryBackend(), name="other"),
+    "asynccache.AsyncCache.attach_storage": of_cache(_attached, {"storage": Depends(Text()), "name":
+        Depends(Text(optional=True)), "position": Integer(0, 1, optional=True)}, storage=MemoryBackend(),
+        name="other"),
     "asynccache.AsyncCache.detach_storage": Case(_detach, {"name": Depends(Text(optional=True)), "timeout": Number(0,
         optional=True)}, books=True, names={"name": "store"}),
     "asynccache.PrefetchHandle": plain({name: Unchecked("cache.prefetch has checked it") for name in ("key",
         "namespace")}, key=b"", namespace=None),
     # a lease
-    "asynccache.Lease.advance": of_lease("advance", {"position": Integer(0, 20), "after": EVENT}, {"position": 8}),
-    "asynccache.Lease.truncate": of_lease("truncate", {"length": OneOf(Integer(12), Depends(Integer(0, 11))),
-        "after": EVENT}, {"length": 12}),
-    "asynccache.Lease.adopt": of_lease("adopt", {"after": EVENT}),
-    "asynccache.Lease.release": of_lease("release", {"after": EVENT}),
+    "asynccache.Lease.advance": of_lease("advance", {"position": Integer(0, 20)}, {"position": 8}),
+    "asynccache.Lease.truncate": of_lease("truncate", {"length": OneOf(Integer(12), Depends(Integer(0, 11)))},
+        {"length": 12}),
+    "asynccache.Lease.adopt": of_lease("adopt", {}),
+    "asynccache.Lease.release": of_lease("release", {}),
     "asynccache.Lease.extend": of_lease("extend", {"tokens": Integer(0), "states": Integer(0)}, {"tokens": 1}),
     "asynccache.Lease.layer": of_lease("layer", {"i": Integer(0, LAYERS - 1)}, {"i": 0}),
     "asynccache.Lease.wait_layer": of_lease("wait_layer", {"stream": Thing(), "i": Integer(0, LAYERS - 1)},
         {"stream": _Stream(), "i": 0}),
     "asynccache.Lease.page_table": of_lease("page_table", {"component": Text(("full", "swa"))}, {"component": "full"}),
-    "asynccache.Lease.commit": of_lease("commit", {"tokens": Tokens(3 * PAGE + 1), "after": EVENT,
+    "asynccache.Lease.commit": of_lease("commit", {"tokens": Tokens(3 * PAGE + 1),
         "checkpoint": Thing(optional=True)}, _commits),
     "asynccache.Lease.commit (checkpoint)": of_lease(_checkpoint, {"position": Integer(8, 8)}),
     "asynccache.Lease.commit (state)": of_lease(_checkpoint, {"slot": Depends(Integer(0, 7))}),
@@ -574,11 +576,11 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
         "publishes": Function(optional=True)}, books=True),
     "asynccache_shim.Sampling": plain({"temperature": SECONDS, "top_p": SHARE,
         "seed": Depends(Integer(optional=True)), "top_k": Integer(0, MAX_TOKEN)}, via=_drawn),
-    "asynccache_shim.Scheduler": function(Scheduler, {"cache": Thing(), "model": Thing(),
-        "settings": Thing(optional=True)}, lambda world, _: {"cache": world.cache, "model": _Model()}, books=True),
+    "asynccache_shim.Scheduler": function(Scheduler, {}, lambda world, _: {"cache": world.cache, "model": _Model()},
+        books=True),
     "asynccache_shim.Scheduler.submit": within(_scheduler, "submit", {}, lambda world,
         _: {"request": Request(world.prompt())}, books=True),
-    "asynccache_shim.Scheduler.aclose": within(_scheduler, "aclose", {"error": These("None")}),
+    "asynccache_shim.Scheduler.aclose": within(_scheduler, "aclose", {}),
     "asynccache_shim.follow": function(follow, {}, _closed_worker),
     # stores
     "asynccache.storage.StoreOptions": plain({"name": These("'8'", "np.str_('8')"), "timeout": Number(above=0),
@@ -587,45 +589,40 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
     "asynccache.storage.Breaker": plain({"threshold": COUNT, "backoff": Number(above=0),
         "max_backoff": Number(above=0)}),
     "asynccache.storage.CheckedStore": plain({"timeout": Number(above=0), "slow": SECONDS, "concurrency": MANY,
-        "clock": Function(optional=True), "threads": Integer(0, 1024)}, via=_store),
+        "threads": Integer(0, 1024)}, via=_store),
     "asynccache.storage.CheckedStore (layout)": plain(_FIELDS, via=lambda **given: _store(layout=_layout(**given))),
     "asynccache.storage.check_store (layout)": plain(_FIELDS, via=lambda **given: storage.check_store("memory:",
         _layout(**given))),
-    "asynccache.storage.CheckedStore.register": within(_listed, "register", {"memory": These("memoryview",
-        "2-d memoryview")}, {"pool": "full", "memory": memoryview(bytearray(64))}),
-    "asynccache.storage.CheckedStore.scrub": within(_listed, "scrub", {"rate": Number(above=0, optional=True),
-        "tell": Function()}),
+    "asynccache.storage.CheckedStore.register": within(_listed, "register", {"pool": Text(),
+        "memory": These("memoryview", "2-d memoryview")}, {"pool": "full", "memory": memoryview(bytearray(64))}),
+    "asynccache.storage.CheckedStore.scrub": within(_listed, "scrub", {"rate": Number(above=0, optional=True)}),
     **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": These("[]")},
         keys=[PAGE_KEY]) for name in ("delete", "exists")},
-    "asynccache.storage.CheckedStore.hint": of_store("hint", {"verb": Thing(), "keys": These("[]"),
-        "seconds": SECONDS}, verb=storage.Hint.KEEP, keys=[PAGE_KEY]),
+    "asynccache.storage.CheckedStore.hint": of_store("hint", {"keys": These("[]"), "seconds": SECONDS},
+        verb=storage.Hint.KEEP, keys=[PAGE_KEY]),
     **{f"asynccache.storage.CheckedStore.{name}": of_store(name, {"keys": Thing(), "payloads": Thing()},
         keys=[PAGE_KEY], payloads=[memoryview(bytearray(64))]) for name in ("get", "put")},
     "asynccache.storage.CheckedStore.is_away": of_store("is_away", {}, key=PAGE_KEY),
-    "asynccache.storage.Breaker.allow": of_breaker("allow", {"now": Number()}, "now"),
-    "asynccache.storage.Breaker.success": of_breaker("success", {"permit": Integer(0), "now": Number(optional=True)},
-        "permit"),
-    "asynccache.storage.Breaker.failure": of_breaker("failure", {"permit": Integer(0), "now": Number()}, "permit",
-        "now"),
-    "asynccache.storage.Breaker.abandon": of_breaker("abandon", {"permit": Integer(0)}, "permit"),
-    "asynccache.storage.Breaker.shut_for": of_breaker("shut_for", {"now": Number()}, "now"),
-    "asynccache.storage.Pages": plain({"serving": Thing(), "pools": Unchecked("made by storage.Pages.open")},
-        pools={}),
-    "asynccache.storage.Pages.open": within(lambda world: nullcontext(), lambda world,
-        _: lambda **given: storage.Pages.open(**given).close(), {"storage": Depends(Text()), "memory": Thing(),
-        "page_bytes": Depends(Integer(1)), "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"),
-        "options": These("None", "{}"), "blocks": Function(optional=True)}, lambda world,
-        _: {"storage": MemoryBackend(), "memory": bytearray(8192), "page_bytes": 4096, "namespace": "m"}),
-    "asynccache.storage.Pages.exists": of_pages("exists", {"keys": EMPTY, "pool": OF_ONE_POOL, "timeout": WITHIN},
-        keys=[b"a"]),
-    "asynccache.storage.Pages.hint": of_pages("hint", {"verb": Thing(), "keys": EMPTY, "seconds": SECONDS,
-        "pool": OF_ONE_POOL, "timeout": WITHIN}, verb=storage.Hint.KEEP, keys=[b"a"]),
+    "asynccache.storage.Breaker.allow": of_breaker("allow", {}, "now"),
+    "asynccache.storage.Breaker.success": of_breaker("success", {"now": Number(optional=True)}, "permit"),
+    "asynccache.storage.Breaker.failure": of_breaker("failure", {}, "permit", "now"),
+    "asynccache.storage.Breaker.abandon": of_breaker("abandon", {}, "permit"),
+    "asynccache.storage.Breaker.shut_for": of_breaker("shut_for", {}, "now"),
+    "asynccache.storage.Pages": plain({"pools": Unchecked("made by storage.Pages.open")}, pools={}),
+    "asynccache.storage.Pages.open": within(lambda world: nullcontext(), lambda world, _: lambda **given:
+        storage.Pages.open(**given).close(), {"storage": Depends(Text()), "memory": Thing(), "page_bytes":
+        Depends(Integer(1)), "namespace": These("'8'", "np.str_('8')", "b'8'", "bytes of a token"), "blocks":
+        Function(optional=True)}, lambda world, _: {"storage": MemoryBackend(), "memory": bytearray(8192),
+        "page_bytes": 4096, "namespace": "m"}),
+    "asynccache.storage.Pages.exists": of_pages("exists", {"keys": EMPTY, "timeout": WITHIN}, keys=[b"a"]),
+    "asynccache.storage.Pages.hint": of_pages("hint", {"keys": EMPTY, "seconds": SECONDS, "timeout": WITHIN},
+        verb=storage.Hint.KEEP, keys=[b"a"]),
     "asynccache.storage.read_hints": plain({"envelope": Unchecked("whatever comes counts as malformed, at worst")},
         envelope=None),
     "asynccache.storage.RequestHints": plain(dict.fromkeys(("prefetch", "block_hashes", "keep", "keep_end", "ended",
         "ended_start", "skip_store"), Unchecked("made by storage.read_hints"))),
-    **{f"asynccache.storage.Pages.{name}": of_pages(name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL,
-        "timeout": WITHIN}, keys=[b"a"], slots=[0]) for name in ("get", "put")},
+    **{f"asynccache.storage.Pages.{name}": of_pages(name, {"keys": Thing(), "slots": SLOTS, "timeout": WITHIN},
+        keys=[b"a"], slots=[0]) for name in ("get", "put")},
     "asynccache.storage.Pages.clear": of_pages("clear", {"timeout": WITHIN}),
     "asynccache.storage.Pages.close": within(lambda world: storage.Pages.open(MemoryBackend(), bytearray(2), 2, "m"),
         "close", {"timeout": Number(0)}),
@@ -645,61 +642,56 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
         _: {"work": asyncio.sleep(0)}),
     "asynccache.storage.completed_in_thread": function(storage.completed_in_thread, OWN, {"function": int}),
     "asynccache.storage.settled": function(storage.settled, {"futures": These("[]")}, _done),
-    "asynccache.storage.check_stores": Case(_check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))),
-        "options": These("None", "{}")}, names={"urls": "storage"}),
+    "asynccache.storage.check_stores": Case(_check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']")))},
+        names={"urls": "storage"}),
     "asynccache.storage.ThreadPool": plain({"count": Integer(0, 1024)}, count=1, name="w"),
     "asynccache.storage.backend_class": plain({"scheme": Depends(Text())}, scheme="memory"),
-    "asynccache.storage.check_store": plain({"url": Depends(Text()), "options": These("None", "{}")}, url="memory:",
-        layout=LAYOUT),
+    "asynccache.storage.check_store": plain({"url": Depends(Text())}, url="memory:", layout=LAYOUT),
     "asynccache.storage.parse_host_port": plain({"default": Integer(1, 65535, optional=True)}, text="host:1"),
-    "asynccache.storage.open_store": plain({"url": Depends(Text()), "options": These("None", "{}"),
-        "timeout": Number(above=0, optional=True)}, url="memory:", layout=LAYOUT),
+    "asynccache.storage.open_store": plain({"url": Depends(Text()), "timeout": Number(above=0, optional=True)},
+        url="memory:", layout=LAYOUT),
     "asynccache.storage.parse_size": plain({"text": Depends(Text())}, name="size",
         text="8", told={"text": "size"}),
-    "asynccache.storage.parse_url": plain({"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"),
+    "asynccache.storage.parse_url": plain({"text": Depends(Text())}, text="memory:"),
     "asynccache.storage.take_options": plain({}, url=storage.ParsedUrl("memory")),
     "asynccache.storage.weights_digest": plain({"model": Depends(Text()), "cache": Text(optional=True)},
         model=WEIGHTS.name),
     # events
-    "asynccache.events.ZmqPublisher": plain({"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)),
-        "rank": Integer(0, INT32, optional=True), "layout": Member(), "keep": Integer(1, 1 << 30),
-        "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT, "high_water": Integer(1, INT32),
-        "first": Integer(0, 1 << 62)}, endpoint="inproc://edge", layout=events.EventLayout.MAP),
+    "asynccache.events.ZmqPublisher": plain({"rank": Integer(0, INT32, optional=True), "keep": Integer(1, 1 << 30),
+        "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT, "high_water": Integer(1, INT32), "first":
+        Integer(0, 1 << 62)}, endpoint="inproc://edge", layout=events.EventLayout.MAP),
     "asynccache.events.ZmqPublisher.close": within(lambda world: closing(events.ZmqPublisher("inproc://edge-close")),
         "close", {"timeout": Number(0, threading.TIMEOUT_MAX)}),
-    "asynccache.events.Subscriber": plain({"endpoint": Depends(Text()), "replay": Depends(Text(optional=True)),
-        "layout": Member(), "patience": Number(0, 1e6)}, endpoint="inproc://edge"),
+    "asynccache.events.Subscriber": plain({"patience": Number(0, 1e6)}, endpoint="inproc://edge"),
     "asynccache.events.Subscriber.receive": within(lambda world: events.Subscriber("inproc://edge-receive"),
         _received, {"timeout": Number(0, 1e6)}, {"timeout": 0}),
-    "asynccache.events.ZmqPublisher.__call__": within(_publisher, "__call__", {"notice": Thing()},
-        {"notice": Cleared()}),
-    "asynccache.events.Mirror.note": of_mirror("note", {"event": Thing()}, lambda event: event),
+    "asynccache.events.ZmqPublisher.__call__": within(_publisher, "__call__", {}, {"notice": Cleared()}),
+    "asynccache.events.Mirror.note": of_mirror("note", {}, lambda event: event),
     "asynccache.events.Mirror.note (event)": of_mirror("note", {"block_hashes": INTEGERS,
         "medium": Text(optional=True)}, _stored),
-    "asynccache.events.Mirror.apply": of_mirror("apply", {"batch": Thing()}, lambda batch: batch),
+    "asynccache.events.Mirror.apply": of_mirror("apply", {}, lambda batch: batch),
     "asynccache.events.Mirror.apply (batch)": of_mirror("apply", {"events": These("[]")},
         lambda **given: events.EventBatch(0.0, **given)),
     "asynccache.events.Mirror.apply (event)": of_mirror("apply", {"event": Thing()},
         lambda event: events.EventBatch(0.0, [_stored(), event])),
-    "asynccache.events.Mirror.prefix": plain({"hashes": INTEGERS, "medium": Text(("GPU", "CPU"))}, hashes=[1],
-        via=events.Mirror().prefix),
+    "asynccache.events.Mirror.prefix": plain({"medium": Text(("GPU", "CPU"))}, hashes=[1], via=events.Mirror().prefix),
     "asynccache.events.Fleet": Case(_fleet, {"patience": Number(high=1e6, above=0), "check": Number(high=1e6,
         above=0), "silence": Number(high=6000, above=0)}),
     "asynccache.events.Fleet.add": of_fleet("add", {"server": Depends(Text()), "streams": These("[]")}, server="a",
         streams=[]),
     "asynccache.events.Fleet.remove": of_fleet("remove", {"server": Text(("there",))}, server="there"),
-    "asynccache.events.Fleet.hits": of_fleet("hits", {"hashes": INTEGERS}, hashes=[1]),
+    "asynccache.events.Fleet.hits": of_fleet("hits", {}, hashes=[1]),
     "asynccache.events.Fleet.add (stream)": Case(_followed, {"stream": Thing()}),
     "asynccache.events.Fleet.add (stream's fields)": Case(_followed_at, {"endpoint": Depends(Text()),
         "replay": Depends(Text(optional=True)), "topic": Text(), "layout": Member()}),
-    "asynccache.events.prompt_blocks": plain({"tokens": Depends(INTEGERS), "model": Text(), "page_size": Integer(1,
-        1 << 16), "namespace": Namespace()}, tokens=[1, 2], model="m", page_size=1),
+    "asynccache.events.prompt_blocks": plain({"tokens": Depends(INTEGERS), "page_size": Integer(1, 1 << 16),
+        "namespace": Namespace()}, tokens=[1, 2], model="m", page_size=1),
     # metrics
     "asynccache.metrics.LoopLag": plain({"tick": Number(above=0)}),
     "asynccache.metrics.CacheCollector": function(CacheCollector, {}, _cache),
     "asynccache.metrics.app": function(app, {}, _cache),
-    "asynccache.metrics.start_metrics_server": function(_served, {"host": Text(("127.0.0.1",)), "port": Integer(0,
-        65535)}, _cache),
+    "asynccache.metrics.start_metrics_server": Case(_served, {"host": Text(("127.0.0.1",)), "port": Integer(0,
+        65535)}),
 }  # fmt: skip
 
 
@@ -714,8 +706,9 @@ def kind_of(annotation: str) -> Kind | None:
 
 
 def derived(member: Any) -> dict[str, Kind]:
-    """What the parameters of a public call take, as far as its annotations say that."""
-    found = {one.name: kind_of(_written(one.annotation)) for one in inspect.signature(member).parameters.values()
+    """What the parameters of a public call take, as far as their names and annotations say that."""
+    found = {one.name: BY_NAME.get(one.name) or kind_of(_written(one.annotation))
+             for one in inspect.signature(member).parameters.values()
              if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}  # fmt: skip
     return {name: kind for name, kind in found.items() if kind is not None}
 

@@ -3,114 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import openai
 
 from tests import warm
+from tests.processes import PATHS, ROOT, Running
 
-ROOT = Path(__file__).parents[2]
 PAGE = 16
-STARTS_WITHIN = 120.0
 SOON = 20.0
+WORDS = (str(ROOT / "examples" / "openai_server.py"), "--port", "0", "--threads", "1")
 
 
-class Server:
-    """A server that has printed its address."""
+class Server(Running):
+    """A server that has printed its address. ``path``, ``place``: whatever a fixture has to tell of it."""
 
-    def __init__(self, process: subprocess.Popen[str], greeting: str, log: Path) -> None:
-        self._process = process
-        self._log = log
+    path = "scheduler"
+    place = Path()
+
+    def __init__(self, *options: str) -> None:
+        environment = {**PATHS, "PYTHONASYNCIODEBUG": ""}
+        super().__init__(*WORDS, *options, env=environment, imports=warm.MODELS)
         self.told_to_stop = False
-        self.place = log.parent
-        self.path = "scheduler"
-        self.greeting = greeting
-        self.url = greeting.split()[0]
+
+    def __enter__(self) -> Self:
+        self.greeting = self.line("stdout")
+        self.url = self.greeting.split()[0]
+        return self
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
         """An OpenAI client for an ``async with``. It never tries again, and goes through no proxy."""
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0, http_client=http, **options)
 
-    def terminate(self) -> None:
-        """Send SIGTERM, as an operator does. A second one ends the server at once."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal, as an operator does. A second one ends the server at once."""
         self.told_to_stop = True
-        self._process.send_signal(signal.SIGTERM)
-
-    def interrupt(self) -> None:
-        """Send SIGINT, as Ctrl-C at a terminal does."""
-        self.told_to_stop = True
-        self._process.send_signal(signal.SIGINT)
-
-    def ended(self) -> str:
-        """Wait for the server's end, whose status must be 0. Returns what it wrote to stderr."""
-        status = self.status()
-        said = self._log.read_text()
-        assert status == 0, said
-        return said
-
-    def status(self) -> int:
-        """Wait for the server's end; returns the exit status."""
-        return self._process.wait(timeout=60)
-
-
-def command(*options: str) -> list[str]:
-    return [sys.executable, str(ROOT / "examples" / "openai_server.py"), "--port", "0", "--threads", "1", *options]
+        self.process.send_signal(number)
 
 
 @contextmanager
-def running(folder: Path, *options: str) -> Iterator[Server]:
-    """A server. At the end it is told to stop, if it runs still, and must have written no complaint."""
-    with started(folder, *options) as server:
+def running(*options: str) -> Iterator[Server]:
+    """A server. At the end it is told to stop, if it was not, and must have written no complaint."""
+    with Server(*options) as server:
         yield server
-        if not server.told_to_stop:
-            server.terminate()
-        assert server.ended() == ""
-
-
-@contextmanager
-def started(folder: Path, *options: str) -> Iterator[Server]:
-    """A server, which is killed at the end if it is still there."""
-    paths = [str(ROOT / part) for part in ("", "backends", "scheduler_shim")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONASYNCIODEBUG": ""}
-    log = folder / "stderr"
-    with log.open("w") as stderr:
-        process = warm.Popen(
-            command(*options), stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, imports=warm.MODELS
-        )
-    try:
-        assert process.stdout is not None
-        greeting = process.stdout.readline()
-        assert greeting, log.read_text()
-        yield Server(process, greeting, log)
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-async def statistics(client: openai.AsyncOpenAI) -> dict[str, Any]:
-    """The server's figures."""
-    found: Any = await client.get(f"{str(client.base_url).removesuffix('/v1/')}/statistics", cast_to=object)
-    return dict(found)
+        done = server.ended(None if server.told_to_stop else signal.SIGTERM)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 async def settled(client: openai.AsyncOpenAI) -> dict[str, Any]:
-    """The figures once no request is being served and nothing is held any more."""
+    """The server's figures once no request is being served and nothing is held any more."""
     end = time.monotonic() + SOON
     while True:
-        figures = await statistics(client)
+        figures: Any = await client.get(f"{str(client.base_url).removesuffix('/v1/')}/statistics", cast_to=object)
         if whole(figures):
-            return figures
+            return dict(figures)
         assert time.monotonic() < end, figures
         await asyncio.sleep(0.02)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
+import signal
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,9 @@ from openai_serving.paths import PATHS
 from asynccache.cli import explain
 from asynccache.events import Mirror, Subscriber
 from tests.examples.checkpoints import generated, loaded, prompt_tokens, said, write
-from tests.examples.server_kit import PAGE, ROOT, SOON, Server, running, settled
+from tests.examples.server_kit import PAGE, SOON, Server, running, settled
 from tests.examples.test_example_server import cached, text_of
+from tests.processes import ROOT, run
 
 NAME = "small"
 STORY = "The quick brown fox jumps over the lazy dog — 你好，世界 🦊. Prompts that share a prefix share its keys. " * 3
@@ -39,8 +39,8 @@ def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
     options = ("--model", str(folder), "--served-model-name", NAME, "--path", request.param, "--max-live", "256",
                "--device-tokens", "8192", "--host-tokens", "8192", "--kv-events", f"ipc://{place}/events",
                "--kv-events-replay", f"ipc://{place}/again", "--kv-events-topic", "kv")  # fmt: skip
-    with running(place, *options) as server:
-        server.path = request.param
+    with running(*options) as server:
+        server.path, server.place = request.param, place
         yield server
 
 
@@ -182,14 +182,13 @@ async def test_ctrl_c_saves_and_a_restart_finds_it(path: str, folder: Path, tmp_
     whole = (len(prompt_tokens(folder, STORY)) - 1) // PAGE * PAGE
     asked: dict[str, Any] = {"model": str(folder), "temperature": 0, "prompt": STORY, "max_tokens": 4}
     for found in (0, whole):
-        with running(tmp_path, *options) as server:
+        with running(*options) as server:
             async with server.client() as client:
                 answer = await client.completions.create(**asked)
                 usage: Any = answer.usage
                 assert usage.prompt_tokens_details.cached_tokens_by_tier == {"device": 0, "host": 0, "storage": found}
                 assert answer.choices[0].text == said(folder, STORY, 4)
-            server.interrupt()
-            assert server.ended() == ""
+            server.stop(signal.SIGINT)
 
 
 def test_a_model_that_is_none_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,10 +207,8 @@ BLOCKED = "import sys, runpy; sys.modules[{name!r}] = None; runpy.run_path({path
 @pytest.mark.parametrize("name", ["uvicorn", "jinja2", "torch", "asynccache"])
 def test_a_missing_extra_is_a_sentence_with_a_command(name: str) -> None:
     """That installs what is missing, into a clone or beside an installed package."""
-    program = BLOCKED.format(name=name, path=str(ROOT / "examples" / "openai_server.py"))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    done = run("-c", BLOCKED.format(name=name, path=str(ROOT / "examples" / "openai_server.py")))
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"openai_server: {name} is not installed: pip install -e '{ROOT}[server]'\n"
 
 

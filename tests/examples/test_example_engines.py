@@ -7,12 +7,13 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import own_engine
 import pytest
+import pytest_asyncio
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -33,70 +34,71 @@ from tests.waiting import until
 
 
 PROMPT = list(range(300))
+Serving = tuple[AsyncCache, OwnEngine]
 
 
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[AsyncCache, OwnEngine]]:
-    """An engine; at its end nothing is held any more."""
-    make_weights(folder)
-    async with AsyncCache(own_engine.config_of(folder)) as cache:
-        async with OwnEngine(cache, folder) as engine:
+@pytest_asyncio.fixture
+async def serving(tmp_path: Path) -> AsyncIterator[Serving]:
+    """A cache and an engine on it; at its end nothing is held any more."""
+    make_weights(tmp_path)
+    async with AsyncCache(own_engine.config_of(tmp_path)) as cache:
+        async with OwnEngine(cache, tmp_path) as engine:
             yield cache, engine
         await cache.flush()
         check(cache.core, idle=True)
 
 
-async def test_the_model_computes_what_pytorch_computes_without_pages(tmp_path: Path) -> None:
+async def test_the_model_computes_what_pytorch_computes_without_pages(serving: Serving, tmp_path: Path) -> None:
     """Row by row, in chunks, and in pages in any order: the keys and values of a prompt are those of one call."""
-    async with serving(tmp_path) as (cache, _):
-        model, kv = TinyLlama(tmp_path, cache.pools["full"]), cache.pools["full"].kv(LAYERS - 1)
-        order = torch.randperm(20)
-        whole, parts = torch.arange(20).int().numpy(), (order + 20).int().numpy()
-        expected = model.compute([Row(PROMPT, 0, 300, whole)])
-        model.compute([Row(PROMPT, 0, 100, parts), Row(PROMPT[::-1], 0, 30, torch.arange(40, 42).numpy())])
-        assert model.compute([Row(PROMPT, 100, 300, parts)]) == expected
-        torch.testing.assert_close(kv[:18], kv[order + 20][:18], rtol=1e-3, atol=1e-4)
+    cache, _ = serving
+    model, kv = TinyLlama(tmp_path, cache.pools["full"]), cache.pools["full"].kv(LAYERS - 1)
+    order = torch.randperm(20)
+    whole, parts = torch.arange(20).int().numpy(), (order + 20).int().numpy()
+    expected = model.compute([Row(PROMPT, 0, 300, whole)])
+    model.compute([Row(PROMPT, 0, 100, parts), Row(PROMPT[::-1], 0, 30, torch.arange(40, 42).numpy())])
+    assert model.compute([Row(PROMPT, 100, 300, parts)]) == expected
+    torch.testing.assert_close(kv[:18], kv[order + 20][:18], rtol=1e-3, atol=1e-4)
 
 
-async def test_what_is_in_the_pages_decides(tmp_path: Path) -> None:
+async def test_what_is_in_the_pages_decides(serving: Serving) -> None:
     """So that the same answer means the same KV."""
-    async with serving(tmp_path) as (cache, engine):
-        first = await answer(engine, PROMPT, 8)
-        for layer in range(LAYERS):
-            cache.pools["full"].layer(layer)[:] = 0
-        assert await answer(engine, PROMPT, 8) != first
-        assert engine.cached == 288
+    cache, engine = serving
+    first = await answer(engine, PROMPT, 8)
+    for layer in range(LAYERS):
+        cache.pools["full"].layer(layer)[:] = 0
+    assert await answer(engine, PROMPT, 8) != first
+    assert engine.cached == 288
 
 
 async def test_tokens_come_as_they_are_made_and_many_requests_share_the_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as (_, engine):
-        rows: list[int] = []
-        compute = engine._model.compute
+    _, engine = serving
+    rows: list[int] = []
+    compute = engine._model.compute
 
-        def counted(step: Sequence[Row]) -> list[int]:
-            rows.append(len(step))
-            return compute(step)
+    def counted(step: Sequence[Row]) -> list[int]:
+        rows.append(len(step))
+        return compute(step)
 
-        monkeypatch.setattr(engine._model, "compute", counted)
-        answers = await asyncio.gather(*(answer(engine, PROMPT[i:], 8) for i in range(6)))
-        assert max(rows) == 6
-        first = [await anext(tokens) for tokens in [engine.generate(PROMPT, 50)]]
-        assert first == answers[0][:1]
+    monkeypatch.setattr(engine._model, "compute", counted)
+    answers = await asyncio.gather(*(answer(engine, PROMPT[i:], 8) for i in range(6)))
+    assert max(rows) == 6
+    first = [await anext(tokens) for tokens in [engine.generate(PROMPT, 50)]]
+    assert first == answers[0][:1]
 
 
-async def test_a_request_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, engine):
-        expected = await answer(engine, PROMPT, 8, "undisturbed")
-        for hops in (1, 3, 10, 30):
-            task = asyncio.create_task(answer(engine, PROMPT, 100))
-            for _ in range(hops):
-                await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert await answer(engine, PROMPT, 8) == expected
+async def test_a_request_that_is_cancelled_leaves_nothing_behind(serving: Serving) -> None:
+    _, engine = serving
+    expected = await answer(engine, PROMPT, 8, "undisturbed")
+    for hops in (1, 3, 10, 30):
+        task = asyncio.create_task(answer(engine, PROMPT, 100))
+        for _ in range(hops):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert await answer(engine, PROMPT, 8) == expected
 
 
 def room(cache: AsyncCache) -> int:
@@ -106,54 +108,56 @@ def room(cache: AsyncCache) -> int:
 
 
 async def test_nobody_gets_the_pages_of_a_client_that_left_before_its_step_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as (cache, engine):
-        begun, go_on, pages = threading.Event(), threading.Event(), room(cache)
-        compute = engine._model.compute
+    cache, engine = serving
+    begun, go_on, pages = threading.Event(), threading.Event(), room(cache)
+    compute = engine._model.compute
 
-        def slow(rows: Sequence[Row]) -> list[int]:
-            begun.set()
-            assert go_on.wait(20)
-            return compute(rows)
+    def slow(rows: Sequence[Row]) -> list[int]:
+        begun.set()
+        assert go_on.wait(20)
+        return compute(rows)
 
-        monkeypatch.setattr(engine._model, "compute", slow)
-        task = asyncio.create_task(answer(engine, PROMPT, 8))
-        assert await asyncio.to_thread(begun.wait, 20)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert room(cache) < pages, "its pages are still written"
-        go_on.set()
-        await answer(engine, PROMPT, 1)
-        await cache.flush()
-        assert room(cache) == pages
+    monkeypatch.setattr(engine._model, "compute", slow)
+    task = asyncio.create_task(answer(engine, PROMPT, 8))
+    assert await asyncio.to_thread(begun.wait, 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert room(cache) < pages, "its pages are still written"
+    go_on.set()
+    await answer(engine, PROMPT, 1)
+    await cache.flush()
+    assert room(cache) == pages
 
 
 async def test_a_step_that_fails_ends_its_requests_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as (_, engine):
-        with monkeypatch.context() as patched:
-            patched.setattr(engine._model, "compute", lambda rows: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                await answer(engine, PROMPT, 8)
-        assert len(await answer(engine, PROMPT, 8)) == 8
-        assert engine.cached == 0, "nothing of the step was published"
+    _, engine = serving
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._model, "compute", lambda rows: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await answer(engine, PROMPT, 8)
+    assert len(await answer(engine, PROMPT, 8)) == 8
+    assert engine.cached == 0, "nothing of the step was published"
 
 
-async def test_what_never_fits_is_refused_and_the_end_of_the_engine_ends_its_requests(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (cache, engine):
-        with pytest.raises(CacheFull):
-            await answer(engine, PROMPT, 1_000_000)
-        async with OwnEngine(cache, tmp_path) as other, aclosing(other.generate(PROMPT, 50)) as tokens:
-            await anext(tokens)
-            going_on = asyncio.create_task(answer(other, PROMPT, 100))
-            await asyncio.sleep(0.01)
-        with pytest.raises(CacheClosed):
-            await going_on
-        with pytest.raises(CacheClosed):
-            await answer(other, PROMPT, 1)
+async def test_what_never_fits_is_refused_and_the_end_of_the_engine_ends_its_requests(
+    serving: Serving, tmp_path: Path
+) -> None:
+    cache, engine = serving
+    with pytest.raises(CacheFull):
+        await answer(engine, PROMPT, 1_000_000)
+    async with OwnEngine(cache, tmp_path) as other, aclosing(other.generate(PROMPT, 50)) as tokens:
+        await anext(tokens)
+        going_on = asyncio.create_task(answer(other, PROMPT, 100))
+        await asyncio.sleep(0.01)
+    with pytest.raises(CacheClosed):
+        await going_on
+    with pytest.raises(CacheClosed):
+        await answer(other, PROMPT, 1)
 
 
 # The FastAPI app around a model of one's own: the cache lives as long as the app, clients get streams and may leave,

@@ -8,12 +8,8 @@ import os
 import re
 import shlex
 import shutil
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -24,12 +20,14 @@ import pytest
 from asynccache.cli.engine_line import engine_line
 from asynccache.cli.serve import Options
 from tests.host.host_kit import socket_path
+from tests.processes import ROOT, Running, program
+from tests.stores.server import free_port
+from tests.waiting import wait_until
 
 # The host process as a unit, in a container and on Kubernetes: ``asynccache serve`` understands what they run it with,
 # they give it the memory that is charged to it, and engines get the folder of its socket.
 
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "host"
 UNIT = FOLDER / "asynccache@.service"
 IMAGE = (FOLDER / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
@@ -81,12 +79,11 @@ def started() -> list[str]:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-    program = tmp_path / "asynccache"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    (tmp_path / UNIT.name).write_text(UNIT.read_text().replace("/usr/local/bin/asynccache", str(program)))
-    command = ["systemd-analyze", "verify", str(tmp_path / "asynccache@a.service")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    asynccache = tmp_path / "asynccache"
+    asynccache.write_text("#!/bin/sh\n")
+    asynccache.chmod(0o755)
+    (tmp_path / UNIT.name).write_text(UNIT.read_text().replace("/usr/local/bin/asynccache", str(asynccache)))
+    said = program("systemd-analyze", "verify", tmp_path / "asynccache@a.service")
     assert said.returncode == 0, said.stderr
     assert "asynccache" not in said.stderr, "what it ignores it only says"
 
@@ -101,52 +98,32 @@ def test_the_unit_has_room_for_its_memory_and_time_to_end() -> None:
     assert int(settings["TimeoutStopSec"][0]) > 30
 
 
-@contextmanager
-def instance(words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The command of the unit, running."""
-    with subprocess.Popen([sys.executable, "-m", "asynccache", "serve", *words]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def test_the_second_instance_follows_the_first(tmp_path: Path) -> None:
     """The unit's own command, twice, with other paths, another size and a group that is there."""
     path = socket_path()
-    asked, addresses = options(started()), [free_address(), free_address()]  # the first may listen for a moment longer
+    asked = options(started())
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]     # the first may listen for a moment longer
     other = {asked.listen: f"unix:{path}", "64GiB": "24MiB", asked.group: str(os.getegid()),
              asked.storage: f"file:{tmp_path}/kv?capacity=64MiB"}  # fmt: skip
     words = [[other.get(word, word) if word != asked.metrics else address for word in started()]
              for address in addresses]  # fmt: skip
-    with instance(words[0]) as first:
-        healthy(addresses[0])
-        with instance(words[1]) as second:
-            assert first.wait(60) == 0
-            healthy(addresses[1])
-            second.terminate()
-            assert second.wait(60) == 0
+    with Running("-m", "asynccache", "serve", *words[0]) as first:
+        wait_until(lambda: healthy(addresses[0]))
+        with Running("-m", "asynccache", "serve", *words[1]) as second:
+            assert first.ended().returncode == 0
+            wait_until(lambda: healthy(addresses[1]))
+            assert second.ended(signal.SIGTERM).returncode == 0
     assert not Path(path).exists()
 
 
-def free_address() -> str:
-    """Where nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-def healthy(address: str) -> None:
-    """Return when whoever listens at ``address`` says that it is well."""
-    end = time.monotonic() + 60
-    while True:
-        try:
-            with urlopen(f"http://{address}/healthz", timeout=5) as answer:
-                assert answer.read() == b"ok\n"
-                return
-        except OSError:
-            assert time.monotonic() < end, f"nobody answers at {address}"
-            time.sleep(0.05)
+def healthy(address: str) -> bool:
+    """Whether somebody listens at ``address``, who says that it is well."""
+    try:
+        with urlopen(f"http://{address}/healthz", timeout=5) as answer:
+            assert answer.read() == b"ok\n"
+            return True
+    except OSError:
+        return False
 
 
 # the image

@@ -4,23 +4,22 @@ one server is killed and comes back."""
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
 
 from asynccache.events import EventStream
-from tests.examples.server_kit import ROOT, Server, started
+from tests.examples.server_kit import Server
 from tests.host.host_kit import socket_path
 from tests.host.host_processes import HostProcess
-from tests.stores.server import free_port
+from tests.processes import ROOT, Running
+from tests.stores.server import free_port, listens
+from tests.waiting import until
 
 pytest.importorskip("aiohttp")
 import aiohttp
@@ -37,44 +36,33 @@ def addresses() -> EventStream:
 class Replica:
     """An example server at a port, with its events, which can be killed and started again."""
 
-    def __init__(self, folder: Path, number: int, more: list[str]) -> None:
-        self.folder = folder / str(number)
-        self.folder.mkdir()
+    def __init__(self, more: list[str]) -> None:
         self.stream, self.port, self.more = addresses(), free_port(), more
         self.url = f"http://127.0.0.1:{self.port}"
         self.server: Server
 
     def start(self, stack: ExitStack) -> None:
         events = ["--kv-events", self.stream.endpoint, "--kv-events-replay", str(self.stream.replay)]
-        self.server = stack.enter_context(started(self.folder, "--port", str(self.port), *events, *self.more))
-
-    def kill(self) -> None:
-        self.server._process.kill()
-        self.server.status()
+        self.server = stack.enter_context(Server("--port", str(self.port), *events, *self.more))
 
 
-class Routed:
+class Routed(NamedTuple):
     """The three, their host process, and the router's address."""
 
-    def __init__(self, url: str, replicas: list[Replica], stack: ExitStack) -> None:
-        self.url = url
-        self.replicas = replicas
-        self.stack = stack
-
-    def named(self, url: str) -> Replica:
-        return next(replica for replica in self.replicas if replica.url == url)
+    url: str
+    replicas: list[Replica]
+    stack: ExitStack
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
-    folder = tmp_path_factory.mktemp("router")
+def routed() -> Iterator[Routed]:
     host, machine = socket_path(), addresses()
     with ExitStack() as stack:
         process = HostProcess(host, "64MiB", "--events", machine.endpoint, "--events-replay", str(machine.replay))
         process.start()
         stack.callback(process.kill)
         together = ["--storage", f"host:{host}"]
-        replicas = [Replica(folder, number, together if number < 2 else []) for number in range(3)]
+        replicas = [Replica(together), Replica(together), Replica([])]
         for replica in replicas:
             replica.start(stack)
         words: list[str] = []
@@ -88,18 +76,11 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
 
 
 @contextmanager
-def router(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+def router(*words: str) -> Iterator[None]:
     """The router in a process of its own, which ends with 0 when it is told to."""
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "backends", "scheduler_shim"))
-    process = subprocess.Popen([sys.executable, str(ROOT / "examples" / "router.py"), *words],
-                               env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.DEVNULL)  # fmt: skip
-    try:
-        yield process
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with Running(ROOT / "examples" / "router.py", *words) as process:
+        yield
+        assert process.ended(signal.SIGTERM).returncode == 0
 
 
 @asynccontextmanager
@@ -188,7 +169,7 @@ async def test_prompts_go_where_they_are_cached_and_around_a_server_that_dies(ro
         victim, heir = (first, second) if before[0] == first.url else (second, first)
         work = [asyncio.create_task(ask(client, f"{number}, " * 40, max_tokens=300)) for number in range(12)]
         await status_when(session, routed, lambda seen: seen[victim.url]["load"])
-        victim.kill()
+        victim.server.ended(signal.SIGKILL)
         assert {at for at, _, _ in await asyncio.gather(*work)} <= {heir.url, third.url, victim.url}
         await status_when(session, routed, lambda seen: not seen[victim.url]["healthy"])
         await status_when(session, routed, lambda seen: not any(one["load"] for one in seen.values()))
@@ -217,14 +198,7 @@ async def test_the_list_of_models_and_a_missing_page_are_the_servers_own(routed:
 async def test_without_servers_it_says_so() -> None:
     port = free_port()
     with router("--port", str(port), "--server", f"http://127.0.0.1:{free_port()}"):
+        await until(lambda: listens(port))
         async with aiohttp.ClientSession() as session:
-            end = time.monotonic() + SOON
-            while True:
-                try:
-                    async with session.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}) as answer:
-                        assert answer.status == 503
-                        assert await answer.text() == "no server answers"
-                        return
-                except aiohttp.ClientConnectionError:
-                    assert time.monotonic() < end
-                    await asyncio.sleep(0.05)
+            async with session.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}) as answer:
+                assert (answer.status, await answer.text()) == (503, "no server answers")

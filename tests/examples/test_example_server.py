@@ -6,11 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -22,15 +20,17 @@ import uvicorn
 from openai_serving import arrival
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
-from openai_serving.models import FAMILIES, make
+from openai_serving.models import make
 from openai_serving.paths import SchedulerPath
 from openai_serving.protocol import ApiError, ParsedRequest, parse
 from openai_serving.service import Choices, Service, ServiceParts
-from openai_serving.text import BEGIN, END, ByteReader, ByteWords, encode
+from openai_serving.text import ByteWords, encode
 from openai_serving.words import spoken
 
 from asynccache import AsyncCache
-from tests.examples.server_kit import PAGE, Server, running, settled, started
+from tests.examples.server_kit import PAGE, Server, running, settled
+from tests.stores.server import listens
+from tests.waiting import until
 
 # The example server as its users see it: a process of its own, and OpenAI's client on it.
 
@@ -38,39 +38,18 @@ from tests.examples.server_kit import PAGE, Server, running, settled, started
 MODEL = "random-qwen3"
 CONTEXT = 4096
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
-PREFIX = "All of them begin with these words, which are long enough for several pages. " * 3
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server() -> Iterator[Server]:
     options = ("--device-tokens", str(CONTEXT), "--host-tokens", str(4 * CONTEXT), "--max-live", "40")
-    with running(tmp_path_factory.mktemp("server"), *options) as server:
+    with running(*options) as server:
         yield server
-
-
-@cache
-def the_model() -> Any:
-    return make("qwen3")
-
-
-def straight(prompt: str, count: int) -> str:
-    """What the model says without a server and without a cache."""
-    model, tokens, reader = the_model(), encode(prompt), ByteReader()
-    said = ""
-    with torch.inference_mode():
-        out = model(input_ids=torch.tensor([tokens]), use_cache=True)
-        for _ in range(count):
-            token = int(out.logits[0, -1].argmax())
-            if token in (BEGIN, END):
-                break
-            said += reader.put(token)
-            out = model(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-    return said + reader.rest()
 
 
 def scores(prompt: str, said: int) -> list[dict[int, float]]:
     """The log-probabilities of the five likeliest tokens at each place of what the model says."""
-    model, tokens, found = the_model(), encode(prompt), list[dict[int, float]]()
+    model, tokens, found = make("qwen3"), encode(prompt), list[dict[int, float]]()
     with torch.inference_mode():
         for _ in range(said):
             values, best = model(input_ids=torch.tensor([tokens])).logits[0, -1].log_softmax(-1).topk(5)
@@ -104,10 +83,10 @@ async def test_it_says_where_it_is_and_what_it_has(client: openai.AsyncOpenAI, s
 
 
 @pytest.mark.parametrize("path", ["scheduler", "prefix"])
-async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path: str, tmp_path: Path) -> None:
-    prompt = "How likely? " + PREFIX
+async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path: str) -> None:
+    prompt = "How likely? All of them begin with these words, which are long enough for several pages. "
     expected = scores(prompt, 12)
-    with running(tmp_path, "--device-tokens", str(CONTEXT), "--path", path) as server:
+    with running("--device-tokens", str(CONTEXT), "--path", path) as server:
         async with server.client() as client:
             for hits in (0, (len(prompt) - 1) // PAGE * PAGE):
                 answer = await client.completions.create(**GREEDY, prompt=prompt, max_tokens=12, logprobs=5)
@@ -130,30 +109,6 @@ async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path:
             assert all(one.top_logprobs[0].logprob == one.logprob for one in content)
             bare = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=6)
             assert bare.choices[0].logprobs is None
-
-
-async def test_a_conversation_finds_its_own_answers_in_the_cache(client: openai.AsyncOpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "Tell me something long."}]
-    first = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=100)
-    said = first.choices[0].message.content
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
-    second = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=8)
-    assert first.usage is not None
-    assert cached(second.usage) >= (first.usage.total_tokens - 1) // PAGE * PAGE
-
-
-async def test_concurrent_streams_share_their_prefix(client: openai.AsyncOpenAI) -> None:
-    async def ask(i: int) -> tuple[str, str | None, Any]:
-        prompt = f"Shared. {PREFIX}{chr(ord('a') + i)}?"
-        return await text_of(await client.completions.create(
-            **GREEDY, prompt=prompt, max_tokens=12, stream=True, stream_options={"include_usage": True}))  # fmt: skip
-
-    first, *others = [await ask(0), *await asyncio.gather(*(ask(i) for i in range(1, 13)))]
-    assert cached(first[2]) == 0
-    for i, (said, reason, usage) in enumerate(others, 1):
-        assert cached(usage) == len(f"Shared. {PREFIX}") // PAGE * PAGE
-        assert reason == "length"
-        assert said == straight(f"Shared. {PREFIX}{chr(ord('a') + i)}?", 12)
 
 
 async def test_a_client_that_does_not_wait_for_its_answer_ends_it(client: openai.AsyncOpenAI) -> None:
@@ -204,90 +159,63 @@ async def test_more_streams_than_the_device_holds_are_all_right(client: openai.A
         return (await text_of(stream))[0]
 
     said = await asyncio.gather(*(ask(i) for i in range(10)))
-    assert said[3] == straight("3 " * 220, 60)
+    assert said == [await ask(i) for i in range(10)], "and now each alone"
 
 
-# The example server from its start to its end: restarts, draining, families, what it refuses to start with.
+# The example server from its start to its end: draining, signals, what it refuses to start with. Every family is served
+# from the cache in ``tests/cli/test_cli_verify_engine.py``.
 
 
+FEW = ["--device-tokens", "256", "--host-tokens", "512"]
 PROMPT = "What was said before the restart is known after it. " * 8 + "Yes?"
-CACHED = len(PROMPT) // PAGE * PAGE
-SIXTEEN: dict[str, Any] = {"temperature": 0, "prompt": PROMPT, "max_tokens": 16}
 
 
-async def complete(client: openai.AsyncOpenAI, **more: Any) -> Any:
-    model = [model.id async for model in client.models.list()][0]  # noqa: RUF015
-    return await client.completions.create(model=model, **SIXTEEN | more)
-
-
-HYBRIDS = ("falcon_h1", "deepseek_v4")
-"""Families whose pools the engine's own tests read and write in the gate; over HTTP they are in ``make soak``."""
+async def streamed(client: openai.AsyncOpenAI, count: int) -> Any:
+    """A stream that has begun."""
+    stream = await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=count, stream=True)
+    await anext(aiter(stream))
+    return stream
 
 
 @pytest.mark.slow
-async def test_a_stream_is_finished_before_it_stops(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
+async def test_a_stream_is_finished_before_it_stops() -> None:
+    with running() as server:
         async with server.client() as client:
-            stream = await complete(client, max_tokens=200, stream=True)
-            await anext(aiter(stream))
-            server.terminate()
+            stream = await streamed(client, 200)
+            server.stop()
             chunks = [chunk async for chunk in stream]
             assert chunks[-1].choices[0].finish_reason == "length"
-            assert server.ended() == ""
 
 
 @pytest.mark.slow
-async def test_a_stream_that_does_not_end_in_time_is_cut(tmp_path: Path) -> None:
+async def test_a_stream_that_does_not_end_in_time_is_cut() -> None:
     """Its reader is told, and the cache is closed in good order."""
-    with running(tmp_path, "--drain", "0.5") as server:
+    with running("--drain", "0.5") as server:
         async with server.client() as client:
-            stream = await complete(client, max_tokens=20_000, stream=True)
-            await anext(aiter(stream))
-            server.terminate()
+            stream = await streamed(client, 20_000)
+            server.stop()
             with pytest.raises(openai.APIError, match="the server is closing"):
                 async for _ in stream:
                     pass
 
 
 @pytest.mark.slow
-async def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+async def test_a_second_sigterm_ends_it_at_once() -> None:
     """A stream that would be waited for is not."""
-    with started(tmp_path, "--drain", "600") as server:
+    with Server("--drain", "600") as server:
         async with server.client() as client:
-            stream = await complete(client, max_tokens=20_000, stream=True)
-            await anext(aiter(stream))
-            server.terminate()
-            while listens(server.url):  # noqa: ASYNC110  another process says nothing of it
-                await asyncio.sleep(0.01)
-            server.terminate()
-            assert server.status() == -signal.SIGTERM
+            stream = await streamed(client, 20_000)
+            server.stop()
+            await until(lambda: not listens(urlsplit(server.url).port or 0), "it has not heard the first signal")
+            assert server.ended(signal.SIGTERM).returncode == -signal.SIGTERM
             await stream.close()
 
 
-def listens(url: str) -> bool:
-    """Whether the server still takes connections: it does not once it has heard the first signal."""
-    try:
-        socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=5).close()
-    except ConnectionRefusedError:
-        return False
-    return True
-
-
-@contextmanager
-def own_signals() -> Iterator[None]:
-    """The server owns the signals of its process; here that is the process of all tests."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job has it ignored
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize("opening", [False, True])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_it_serves_has_its_own_status(
-    number: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, status: int, opening: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it makes the model, or opens the cache, which is cancelled then."""
     def makes(*_: object) -> NoReturn:
@@ -298,26 +226,11 @@ def test_a_signal_before_it_serves_has_its_own_status(
         os.kill(os.getpid(), number)
         await asyncio.Event().wait()
 
-    with own_signals(), monkeypatch.context() as patch:
-        patch.setattr(openai_server, "served", makes)
-        assert openai_server.main([]) == status
-    with own_signals(), monkeypatch.context() as patch:
-        patch.setattr(Service, "__aenter__", opens)
-        assert openai_server.main(["--device-tokens", "256", "--host-tokens", "512"]) == status
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=pytest.mark.soak if one in HYBRIDS else ()) for one in FAMILIES[1:]]
-)
-async def test_every_family_is_served_from_the_cache(family: str, tmp_path: Path) -> None:
-    with running(tmp_path, "--model-family", family) as server:
-        async with server.client() as client:
-            first = await complete(client)
-            again = await asyncio.gather(*(complete(client) for _ in range(3)))
-            assert {answer.choices[0].text for answer in again} == {first.choices[0].text}
-            assert all(answer.usage.prompt_tokens_details.cached_tokens == CACHED for answer in again)
-            await settled(client)
+    if opening:
+        monkeypatch.setattr(Service, "__aenter__", opens)
+    else:
+        monkeypatch.setattr(openai_server, "served", makes)
+    assert openai_server.main(FEW) == status
 
 
 REFUSED = [
@@ -352,7 +265,7 @@ TRICKLES = {
 
 @cache
 def small_parts() -> ServiceParts:
-    return openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
+    return openai_server.served(openai_server.arguments(FEW))
 
 
 @asynccontextmanager
@@ -430,7 +343,7 @@ POISON = 255
 @cache
 def poisonable() -> ServiceParts:
     """A model that fails of one token."""
-    planned = openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
+    planned = openai_server.served(openai_server.arguments(FEW))
     path = planned.path
     assert isinstance(path, SchedulerPath)
     forward = path.model.forward

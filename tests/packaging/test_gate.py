@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.conftest import SLOW_FOLDERS, pytest_ignore_collect
+from tests.processes import ROOT, program
 from tests.soak import campaigns
 from tests.workers import LONG, dealt, made_once
-
-ROOT = Path(__file__).parents[2]
-
 
 # the order of tests
 
@@ -72,20 +70,10 @@ def test_slow_tests_of_a_file_stay_together_and_a_long_one_goes_by_itself() -> N
 # folders that are slow
 
 
-class Options(NamedTuple):
-    """Of a ``pytest.Config``, what ``-m`` says."""
-
-    marks: str
-
-    def getoption(self, name: str) -> str:
-        assert name == "markexpr"
-        return self.marks
-
-
 @pytest.mark.parametrize("name", SLOW_FOLDERS)
 def test_only_a_run_that_wants_slow_tests_imports_their_folders(name: str) -> None:
     def ignored(path: Path, marks: str) -> bool | None:
-        config: Any = Options(marks)
+        config: Any = SimpleNamespace(getoption={"markexpr": marks}.__getitem__)
         return pytest_ignore_collect(path, config)
 
     folder = ROOT / "tests" / name
@@ -212,11 +200,11 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, tmp_path: 
         (programs / name).chmod(0o755)
     (tmp_path / ".ci").mkdir()
     script = Path(shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci"))
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}",
-                   **{name: str(int(name == bad))
-                      for name in ("BARE", "TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER")},
-                   "CI_SECONDS": "300" if bad == "TIME" else "1700"}
-    done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    parts = ("BARE", "TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER")
+    done = program("sh", script, env={
+        **{name: str(int(name == bad)) for name in parts}, "PATH": f"{programs}:{os.environ['PATH']}",
+        "CI_SECONDS": "300" if bad == "TIME" else "1700",
+    })  # fmt: skip
     assert done.returncode == status, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-2:] == ["skipped 1 test: no tea", "3 passed, 1 skipped in 0.01s"]
@@ -236,7 +224,7 @@ def test_the_last_lines_of_the_gate_say_what_was_skipped(tmp_path: Path) -> None
     said = "skipped 2 tests: redis-server is not installed: make stores-install"
     for lines, last in ((f"{said}\\n", said), ("", "aside: the other part")):
         settings = [f"PYTEST=sh -c 'test ! -e build/skipped && printf \"{lines}\" >build/skipped'", "SPREAD="]
-        done = subprocess.run(["make", "-s", "-C", tmp_path, "probe", *settings], capture_output=True, text=True)
+        done = program("make", "-s", "-C", tmp_path, "probe", *settings)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == last
 
@@ -248,5 +236,5 @@ def test_only_tests_that_failed_may_be_tried_again(tests: int, again: str, statu
     """Not a run that was interrupted, broke, or found no tests."""
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\nprobe:\n\t$(call beside,,not soak)\n")
     settings = [f"PYTEST=sh -c 'exit {tests}'", f"AGAIN={again}", "SPREAD="]
-    done = subprocess.run(["make", "-C", tmp_path, "probe", *settings], capture_output=True, text=True, check=False)
+    done = program("make", "-C", tmp_path, "probe", *settings)
     assert (done.returncode != 0) == bool(status), done.stdout + done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, requires
 from pathlib import Path
@@ -16,11 +14,9 @@ from packaging.requirements import Requirement
 
 import asynccache
 from asynccache.extras import BRINGS
+from tests.processes import ROOT, program, run
 
-# The package as it is installed: two commands, one torch, plug-ins by entry point, a gate that is strict.
-
-
-ROOT = Path(__file__).parents[2]
+# The package as it is installed: two commands, one torch, plug-ins by entry point, a gate.
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +25,7 @@ def project() -> dict[str, Any]:
 
 
 def dry_run(target: str) -> str:
-    made = subprocess.run(["make", "-n", "--always-make", target], cwd=ROOT, capture_output=True, text=True, check=True)
-    return made.stdout
+    return program("make", "-n", "--always-make", target, cwd=ROOT).stdout
 
 
 def test_torch_is_pinned_and_both_commands_use_the_pin() -> None:
@@ -41,7 +36,7 @@ def test_torch_is_pinned_and_both_commands_use_the_pin() -> None:
         assert all("-c constraints.txt" in line for line in installs)
 
 
-def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
+def test_the_gate_is_ruff_strict_mypy_contracts_and_every_test(project: dict[str, Any]) -> None:
     steps, beside = dry_run("test"), dry_run("types")
     for tool in ("ruff check", "pytest"):
         assert tool in steps
@@ -51,19 +46,9 @@ def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
     assert "not slow" in dry_run("check")
     assert "for part in types test-compiled;" in steps
     assert "for part in types;" in dry_run("check")
-
-
-def test_ci_runs_what_the_readme_says() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "{ make test PYTEST=" in script
-    assert "make test" in (ROOT / "README.md").read_text()
-    assert "make demo" in (ROOT / "README.md").read_text()
-
-
-def test_the_gate_is_strict(project: dict[str, Any]) -> None:
-    assert project["tool"]["mypy"]["strict"] is True
-    assert project["tool"]["pytest"]["ini_options"]["filterwarnings"] == ["error"]
-    assert project["tool"]["pytest"]["ini_options"]["asyncio_mode"] == "auto"
+    tools = project["tool"]
+    assert (tools["mypy"]["strict"], tools["pytest"]["ini_options"]["filterwarnings"]) == (True, ["error"])
+    assert "{ make test PYTEST=" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_backends_are_found_by_entry_point(project: dict[str, Any]) -> None:
@@ -76,9 +61,9 @@ def test_backends_are_found_by_entry_point(project: dict[str, Any]) -> None:
         assert callable(installed[name].load())
 
 
-def test_hints_name_what_the_extras_bring() -> None:
+def test_hints_name_what_the_extras_bring(project: dict[str, Any]) -> None:
     """By a command that works in a clone and beside an installed package, which does not name asynccache."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = project["project"]["optional-dependencies"]
     assert {extra: list(packages) for extra, packages in BRINGS.items()} == {extra: wanted[extra] for extra in BRINGS}
     folders = (ROOT / name for name in ("asynccache", "backends", "scheduler_shim"))
     sources = [path for folder in folders for path in folder.rglob("*.py")]
@@ -98,7 +83,8 @@ LOADED = ("asynccache.load_config(env={}, model='m', "
 def loaded_by(code: str) -> set[str]:
     """The heavy modules that a fresh interpreter has loaded after ``code``."""
     show = f"\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code + show], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run("-c", code + show, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     return set(done.stderr.split())
 
 
@@ -116,9 +102,7 @@ TIMED = "import resource as r, asynccache as a; {}; u = r.getrusage(r.RUSAGE_SEL
 @pytest.mark.parametrize("use", ["a", f"a{CONFIG.removeprefix('asynccache')}".replace("asynccache.", "a.")])
 def test_importing_it_takes_little(use: str) -> None:
     """CPU time of the whole process, the best of five: what it takes on a machine that has time for it."""
-    times = [float(subprocess.run([sys.executable, "-c", TIMED.format(use)], cwd=ROOT, capture_output=True, text=True,
-                                  check=True).stdout) for _ in range(5)]
-    assert min(times) < CPU_SECONDS
+    assert min(float(run("-c", TIMED.format(use), cwd=ROOT).stdout) for _ in range(5)) < CPU_SECONDS
 
 
 def command(*arguments: str) -> str:
@@ -226,23 +210,22 @@ def test_a_command_does_without_what_it_does_not_need_and_names_what_it_does(
     lacking: str, command: str, status: int, said: str, tmp_path: Path
 ) -> None:
     """Where only the extra ``cli`` is installed, or all but torch."""
-    program = f"NAMES = {[lacking] if lacking else hidden_beside('cli')!r}\n{HIDING}"
-    done = subprocess.run([sys.executable, "-c", program, *command.replace("FOLDER", str(tmp_path)).split()], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    hiding = f"NAMES = {[lacking] if lacking else hidden_beside('cli')!r}\n{HIDING}"
+    done = run("-c", hiding, *command.replace("FOLDER", str(tmp_path)).split(), cwd=ROOT)
     assert (done.returncode, said in done.stdout + done.stderr, "bug" in done.stderr) == (status, True, False), done
     assert command != "doctor" or max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.slow(3)
 def test_a_cache_without_torch_says_what_to_install() -> None:
-    program = (f"NAMES = ['torch']\n{HIDING.partition('sys.argv')[0]}\n"
-               "import asyncio, asynccache\nfrom asynccache import AsyncCache, CacheConfig, Full\n"
-               "from asynccache.events import Notice, Subscriber\nfrom asynccache.storage import Pages\n"
-               "config = CacheConfig(model='m', components=[Full(bytes_per_token=16, device_tokens=64)])\n"
-               "async def main():\n    async with AsyncCache(config):\n        pass\n"
-               "for make in (lambda: asyncio.run(main()), lambda: asynccache.DevicePool):\n"
-               "    try:\n        make()\n    except ModuleNotFoundError as error:\n        print(error)\n")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    asks = (f"NAMES = ['torch']\n{HIDING.partition('sys.argv')[0]}\n"
+            "import asyncio, asynccache\nfrom asynccache import AsyncCache, CacheConfig, Full\n"
+            "from asynccache.events import Notice, Subscriber\nfrom asynccache.storage import Pages\n"
+            "config = CacheConfig(model='m', components=[Full(bytes_per_token=16, device_tokens=64)])\n"
+            "async def main():\n    async with AsyncCache(config):\n        pass\n"
+            "for make in (lambda: asyncio.run(main()), lambda: asynccache.DevicePool):\n"
+            "    try:\n        make()\n    except ModuleNotFoundError as error:\n        print(error)\n")
+    done = run("-c", asks)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2

@@ -7,10 +7,8 @@ tests run in. That one has asynccache too, but behind the clean one on the path,
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -27,10 +25,10 @@ import msgspec
 import pytest
 
 import asynccache
+from tests.processes import ROOT, Done, program
 from tests.stores.server import NowhereRequired, path_of
 from tests.workers import made_once
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "asynccache", "asynccache_backends", "asynccache_shim", "asynccache_hf", "asynccache_vllm", "asynccache_sglang",
 )  # fmt: skip
@@ -39,8 +37,6 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 NOTHING: Mapping[str, str] = {}
-
-
 class Built(NamedTuple):
     sdist: Path
     wheel: Path
@@ -56,12 +52,9 @@ class Clean(NamedTuple):
 
 def run(
     *command: object, cwd: Path, check: bool = True, environment: Mapping[str, str] = NOTHING
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """Run it to its end, on the core that it chooses by itself. ``environment``: what that has besides."""
-    words = [str(word) for word in command]
-    own = {name: value for name, value in os.environ.items() if name != "ASYNCCACHE_PURE"}
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=500, check=False,
-                          env={**own, **environment})  # fmt: skip
+    done = program(*command, cwd=cwd, env={"ASYNCCACHE_PURE": "", **environment}, timeout=500)
     assert done.returncode == 0 or not check, done.stderr[-2000:] + done.stdout[-2000:]
     return done
 
@@ -70,12 +63,6 @@ def build(source: Path, target: str, folder: Path, environment: Mapping[str, str
     run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, environment=environment)
     (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
     return made
-
-
-def found(folder: Path) -> Built:
-    """What ``build_both`` has left in a folder."""
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    return Built(sdist, wheel)
 
 
 def build_both(folder: Path) -> None:
@@ -102,7 +89,8 @@ def install_both(wheel: Path, place: Path) -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The archives, built once for all workers of a run."""
     pytest.importorskip("hatchling")
-    return found(made_once(tmp_path_factory, "built", build_both))
+    folder = made_once(tmp_path_factory, "built", build_both)
+    return Built(*folder.glob("*.tar.gz"), *folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="session")
@@ -112,21 +100,16 @@ def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
     return Clean(*(place / name / "venv" for name in Clean._fields))
 
 
-def build_compiled(folder: Path) -> None:
-    """The wheel with a compiled core, which is built only if none lies in place, and environments with it."""
-    wheel = build(ROOT, "wheel", folder / "wheel", {"ASYNCCACHE_COMPILE": "1"})
-    install_both(wheel, folder)
-
-
 @pytest.fixture(scope="session")
 def compiled_clean(tmp_path_factory: pytest.TempPathFactory) -> Clean:
-    """The same with the compiled core."""
+    """The same with the compiled core, which is built only if none lies in place."""
     for tool in ("hatchling", "mypyc", "setuptools"):
         pytest.importorskip(tool)
     path_of("cc", "gcc", install="apt-get install gcc libc6-dev", missing=NowhereRequired)
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise NowhereRequired("Python's headers are not installed: apt-get install python3-dev")
-    place = made_once(tmp_path_factory, "compiled", build_compiled)
+    place = made_once(tmp_path_factory, "compiled", lambda folder: install_both(
+        build(ROOT, "wheel", folder / "wheel", {"ASYNCCACHE_COMPILE": "1"}), folder))  # fmt: skip
     return Clean(*(place / name / "venv" for name in Clean._fields))
 
 
@@ -189,13 +172,12 @@ def test_what_installing_it_pulls_is_little(built: Built) -> None:
 @pytest.mark.slow
 def test_without_its_dependencies_it_can_be_asked(clean: Clean, tmp_path: Path) -> None:
     """Help, versions and configuration need nothing but Python and msgspec."""
-    folder = tmp_path
     tool = clean.bare / "bin" / "asynccache"
-    assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}, pure core\n"
-    assert "usage: asynccache" in run(tool, "--help", cwd=folder).stdout
-    (folder / "kv.toml").write_text('model = "m"\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
-    assert "can be used" in run(tool, "config", "check", "kv.toml", cwd=folder).stdout
-    where = run(clean.bare / "bin" / "python", "-c", "import asynccache; print(asynccache.__file__)", cwd=folder)
+    assert run(tool, "--version", cwd=tmp_path).stdout == f"asynccache {asynccache.__version__}, pure core\n"
+    assert "usage: asynccache" in run(tool, "--help", cwd=tmp_path).stdout
+    (tmp_path / "kv.toml").write_text('model = "m"\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
+    assert "can be used" in run(tool, "config", "check", "kv.toml", cwd=tmp_path).stdout
+    where = run(clean.bare / "bin" / "python", "-c", "import asynccache; print(asynccache.__file__)", cwd=tmp_path)
     assert where.stdout.startswith(str(clean.bare))
 
 
@@ -211,16 +193,20 @@ def test_entry_points_work_from_the_wheel(clean: Clean) -> None:
     assert all(file.startswith(str(clean.lent)) for file in files)
 
 
+def stressed(tool: Path, folder: Path) -> dict[str, Any]:
+    """The report of a run on a file store, which was right."""
+    done = run(tool, "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
+               "--storage", f"file:{folder}/kv?capacity=256MiB", cwd=folder)  # fmt: skip
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert (report["ok"], report["served"]) == (True, 10)
+    return report
+
+
 @pytest.mark.slow
 def test_a_run_on_a_file_store_from_the_wheel_verifies_every_page(clean: Clean, tmp_path: Path) -> None:
-    folder = tmp_path
-    done = run(clean.lent / "bin" / "asynccache", "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
-               "--storage", f"file:{folder}/kv?capacity=256MiB", cwd=folder)
-    report = json.loads(done.stdout)
-    assert report["ok"]
-    assert report["served"] == 10
-    assert report["verify"]["pages"] > 0
-    stat = run(clean.lent / "bin" / "asynccache", "store", "stat", f"file:{folder}/kv", "--json", "-", cwd=folder)
+    tool = clean.lent / "bin" / "asynccache"
+    assert stressed(tool, tmp_path)["verify"]["pages"] > 0
+    stat = run(tool, "store", "stat", f"file:{tmp_path}/kv", "--json", "-", cwd=tmp_path)
     assert json.loads(stat.stdout)["pages"] > 0
 
 
@@ -236,10 +222,7 @@ def test_the_compiled_wheel_is_for_this_interpreter_and_runs_what_it_has(compile
     assert run(tool, "--version", cwd=tmp_path).stdout == said("compiled")
     assert run(tool, "--version", cwd=tmp_path, environment={"ASYNCCACHE_PURE": "1"}).stdout == said("pure")
     assert run(compiled_clean.bare / "bin" / "asynccache", "--version", cwd=tmp_path).stdout == said("compiled")
-    done = run(tool, "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
-               "--storage", f"file:{tmp_path}/kv?capacity=256MiB", cwd=tmp_path)
-    report = json.loads(done.stdout)
-    assert (report["ok"], report["served"], report["core"]) == (True, 10, "compiled")
+    assert stressed(tool, tmp_path)["core"] == "compiled"
 
 
 def run_tests(clean: Clean, folder: Path, *tests: str) -> str:
@@ -276,12 +259,11 @@ async def serve(cache: AsyncCache) -> int:
 @pytest.mark.slow
 def test_type_checkers_see_through_the_names_that_are_loaded_late(clean: Clean, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    folder = tmp_path
     check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", clean.bare / "bin" / "python",
-             "--config-file=", "--cache-dir", folder / "mypy")
-    (folder / "typed.py").write_text(TYPED)
-    said = run(*check, "typed.py", cwd=folder)
+             "--config-file=", "--cache-dir", tmp_path / "mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    said = run(*check, "typed.py", cwd=tmp_path)
     assert 'Revealed type is "int"' in said.stdout.replace("builtins.", "")
-    (folder / "wrong.py").write_text(TYPED.replace("config: CacheConfig", "config: int"))
-    said = run(*check, "wrong.py", cwd=folder, check=False)
+    (tmp_path / "wrong.py").write_text(TYPED.replace("config: CacheConfig", "config: int"))
+    said = run(*check, "wrong.py", cwd=tmp_path, check=False)
     assert 'has type "CacheConfig", variable has type "int"' in said.stdout.replace("asynccache.config.", "")

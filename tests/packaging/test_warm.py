@@ -68,21 +68,6 @@ def test_a_process_ends_as_ever(end: str, status: int, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
 
 
-def test_it_can_be_stopped_continued_and_killed(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)")
-    with warm.Popen([sys.executable, str(tmp_path / "waits.py")], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.05)
-        for number, state in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "S")):
-            process.send_signal(number)
-            while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != state:
-                pass
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-
-
 def test_what_it_starts_is_its_own_child_and_begins_warm(tmp_path: Path) -> None:
     (tmp_path / "starts.py").write_text(
         "import subprocess, sys\n"

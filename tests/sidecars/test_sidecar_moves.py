@@ -133,20 +133,6 @@ def test_a_logical_pool_has_no_stored_object() -> None:
     assert store_layout(config.pools()).page_bytes == {s.name: s.bytes_per_page for s in config.pools()[1:]}
 
 
-def test_what_is_written_before_full_is_what_follows_it_and_the_auxiliary_components() -> None:
-    first, last = pools(everything()).written
-    assert {c: names(specs) for c, specs in first.items()} == {
-        0: ["z.scales", "y"], 1: ["swa", "a-state"], 2: ["mamba", "conv", "conv-tail"],
-    }  # fmt: skip
-    assert {c: names(specs) for c, specs in last.items()} == {0: ["full"]}
-
-
-def test_no_two_pools_share_a_key() -> None:
-    mapped = pools(everything())
-    keys = [mapped.key(name, bytes(32)).key for name, _ in mapped.named()]
-    assert len(set(keys)) == len(keys) == 8
-
-
 def test_whether_a_rank_writes_a_pool_and_under_which_key_comes_from_its_spec() -> None:
     config = stack(
         *indexed().components, page_size=4,
@@ -259,26 +245,22 @@ class Short(CpuDevice):
 
     def __init__(self, at: int, error: Exception) -> None:
         super().__init__()
-        self.left = at
+        self.at = at
         self.error = error
         self.made: list[weakref.ref[torch.Tensor]] = []
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _take(self, make: Callable[[tuple[int, ...]], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        if len(self.made) == self.at:
+            raise self.error
+        tensor = make(shape)
         self.made.append(weakref.ref(tensor))
         return tensor
 
-    def _take(self) -> None:
-        if self.left == 0:
-            raise self.error
-        self.left -= 1
-
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self._take()
-        return self._made(super().device_tensor(shape))
+        return self._take(super().device_tensor, shape)
 
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self._take()
-        return self._made(super().host_tensor(shape))
+        return self._take(super().host_tensor, shape)
 
 
 TENSORS = 2 * len(solid(deepseek()))
@@ -414,12 +396,6 @@ async def test_a_window_that_the_device_gave_up_comes_back_with_its_states_and_n
             verify(cache, lease, text(config, 6))
         moved = cache.statistics().stages["load_back"].bytes - before
         assert moved == sum(spec.bytes_per_page for spec, _ in needed(config, lease.cached) if spec.name in hanging)
-
-
-@pytest.mark.parametrize("page", [4, 16, 128, 256])
-def test_the_state_of_the_coarse_compressor_is_registered_where_pages_do_not_end_with_its_blocks(page: int) -> None:
-    names = {spec.name for spec in deepseek(page, 128).pools()}
-    assert ("c128_state" in names) == (page % 128 != 0)
 
 
 # The seeded worlds of ``tests/worlds`` have sidecars in half of them. What breaks a sidecar must be noticed there.

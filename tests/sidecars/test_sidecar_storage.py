@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -39,12 +39,14 @@ PAGES = 6
 Place = tuple[str, int]
 
 
-class Call(NamedTuple):
-    """One call of the backend, in the order in which they began: it ended before number ``ended`` began."""
+@dataclass
+class Call:
+    """One call of the backend. ``began``, ``ended``: how many calls had begun before it, and when it was over."""
 
     name: str
     keys: tuple[PageKey, ...]
-    ended: int
+    began: int
+    ended: int = 0
 
 
 class Trouble(WrappedBackend):
@@ -57,7 +59,6 @@ class Trouble(WrappedBackend):
         self.bad: dict[PageKey, str] = {}
         self.calls: list[Call] = []
         self.hold: Callable[[Sequence[PageKey]], Awaitable[None]] | None = None
-        self._began = 0
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         answers = {"missing": Result.MISS, "unknown": Result.FAILED}
@@ -86,11 +87,11 @@ class Trouble(WrappedBackend):
         return [answers.get(self.bad.get(key, ""), result) for key, result in zip(keys, results, strict=True)]
 
     async def _log(self, name: str, keys: Sequence[PageKey], call: Awaitable[list[Result]]) -> list[Result]:
-        self._began, at = self._began + 1, len(self.calls)
-        self.calls.append(Call(name, tuple(keys), -1))
+        made = Call(name, tuple(keys), len(self.calls))
+        self.calls.append(made)
         await asyncio.sleep(0)  # whoever does not wait for the end of a call is seen
         results = await call
-        self.calls[at] = Call(name, tuple(keys), self._began)
+        made.ended = len(self.calls)
         return results
 
     def places(self, config: CacheConfig, tokens: Sequence[int], name: str) -> list[tuple[Call, list[Place]]]:
@@ -146,15 +147,12 @@ async def test_full_is_written_when_everything_else_of_its_pages_is_stored(stack
     async with stored(config, [prompt], chunk) as backend:
         order = classes(config)
         puts = backend.places(config, prompt, "put")
-        first = {place: i for i, (_, places) in reversed(list(enumerate(puts))) for place in places}
+        first = {place: call for call, places in reversed(puts) for place in places}
         assert {name for name, _ in first} == set(order)
-        calls = [call for call in backend.calls if call.name == "put"]
-        numbers = {id(call): number for number, call in enumerate(backend.calls, start=1) if call.name == "put"}
-        for (name, page), at in first.items():
+        for (name, page), call in first.items():
             for (lead, same), then in first.items():
                 if order[lead] == 0 and same == page and order[name] > 0:
-                    began = numbers[id(calls[then])]
-                    assert calls[at].ended < began, f"{lead} page {page} began to be stored before {name} was"
+                    assert call.ended <= then.began, f"{lead} page {page} began to be stored before {name} was"
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -170,14 +168,9 @@ async def test_sidecars_are_read_when_all_of_full_is_there_and_windows_last(stac
         reads = backend.places(config, prompt, "get")
         ranks = [order[name] for _, places in reads for name, _ in places]
         assert ranks == sorted(ranks)
-        assert serial([call for call, _ in reads]), "each read ends before the next begins"
+        assert all(call.ended == call.began + 1 for call, _ in reads), "each read ends before the next begins"
         read = [place for _, places in reads for place in places]
         assert sorted(read) == sorted((s.name, i) for s, i in needed(config, PAGES * config.page_size))
-
-
-def serial(calls: Sequence[Call]) -> bool:
-    """Whether each ended before the next began."""
-    return all(call.ended == number for number, call in enumerate(calls, start=calls[0].ended))
 
 
 async def cached(cache: AsyncCache, prompt: Sequence[int]) -> int:
