@@ -283,8 +283,10 @@ def test_each_call_has_its_arguments_in_order(driver: CupyDriver, gpus: FakeCuda
     ("towards", "kind"), [(CopyDirection.IN, 1), (CopyDirection.OUT, 2), (CopyDirection.WITHIN, 3)]
 )
 def test_copies_name_destination_source_size_kind_stream(
-    driver: CupyDriver, gpus: FakeCuda, towards: CopyDirection, kind: int
+    driver: CupyDriver, gpus: FakeCuda, library: FakeLibrary, towards: CopyDirection, kind: int
 ) -> None:
+    driver.copy(driver.stream_from(STREAM), towards, spans(2))
+    assert library.seen["attributes"][-1] == (towards is not CopyDirection.WITHIN), "the copy engines are slow within"
     driver.batches = False
     driver.copy(driver.stream_from(STREAM), towards, spans(2))
     assert gpus.calls == [

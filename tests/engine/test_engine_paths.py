@@ -49,7 +49,6 @@ RECURRENT = ("falcon_h1", "qwen3_next")
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_a_prompt_shorter_than_the_window(family: str) -> None:
     storage = MemoryBackend()
     async with served(family, host=40, storage=storage) as engine:
@@ -66,7 +65,6 @@ async def test_a_prompt_shorter_than_the_window(family: str) -> None:
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> None:
     async with served(family) as engine:
         text = prompt(20)
@@ -78,7 +76,6 @@ async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> Non
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_a_split_inside_the_shared_prefix(family: str) -> None:
     shared, whole, storage = prompt(37), 37 // PAGE * PAGE, MemoryBackend()
     async with served(family, device=64, host=80, storage=storage) as engine:
@@ -96,7 +93,6 @@ async def test_a_split_inside_the_shared_prefix(family: str) -> None:
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.asyncio
 async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
     """What a long answer left of its window is never published: FULL is there, SWA is not."""
     storage = MemoryBackend()
@@ -124,7 +120,6 @@ async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_namespaces_are_never_mixed(family: str) -> None:
     """Two sets of weights, as adapters would be, each under its own key, at the same time on the same tokens."""
     async with served(family, device=64) as engine:
@@ -140,7 +135,6 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_failing_storage_and_copies_make_it_slower_never_different(family: str) -> None:
     inner = MemoryBackend()
     storage = FaultyBackend(inner, 0.0, seed=7)
@@ -161,7 +155,6 @@ async def test_failing_storage_and_copies_make_it_slower_never_different(family:
 
 
 @pytest.mark.slow(0.7)
-@pytest.mark.asyncio
 async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
     """Every other test of this folder compares logits; so this is what they would see."""
     async with served("qwen3") as engine:
@@ -175,7 +168,6 @@ async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_a_request_that_was_retracted_goes_on_as_it_would_have(family: str) -> None:
     """Also one that is drawn."""
     new = 5 * PAGE
@@ -223,7 +215,6 @@ async def play(engine: Served, rng: random.Random) -> list[Request]:
 
 @pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.asyncio
 async def test_a_world_changes_no_token(family: str) -> None:
     await changes_no_token(family, 0)
 
@@ -314,7 +305,6 @@ def draft_alone(draft: str, text: list[int], cached: int, length: int) -> list[t
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-@pytest.mark.asyncio
 async def test_a_drafts_kv_comes_back_from_every_tier(target: str, draft: str) -> None:
     storage = MemoryBackend()
     async with served_with(target, draft, storage) as served:

@@ -201,7 +201,6 @@ def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.slow(10)
-@pytest.mark.asyncio
 async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_stage(crew: Crew) -> None:
     """A first turn, a second one that hits the device, others that push both off it, a third turn that hits the host;
     then new processes, and a fourth turn that hits storage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import shutil
@@ -10,14 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asynccache_backends.host import HostBackend
 
 from asynccache.host.behind import StoresBehind
 from asynccache.host.memory import HostMemory
-from asynccache.host.server import HostServer
-from asynccache.storage import parse_url
+from asynccache.host.server import HostServer, Inherited
+from asynccache.host.takeover import take_over
+from asynccache.storage import CheckedStore, StoreLayout, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT
 
 MEMORY = 16 << 20
@@ -64,6 +66,31 @@ async def serving(
 async def client(path: str, options: str = "") -> HostBackend:
     """A client of its own."""
     return await HostBackend.open(parse_url(f"host:{path}{options}"), LAYOUT)
+
+
+@asynccontextmanager
+async def opened(path: str, layout: StoreLayout = LAYOUT) -> AsyncIterator[CheckedStore]:
+    """A store as engines open it. ``path`` may have options behind it."""
+    store = cast("CheckedStore", await open_store(f"host:{path}", layout))
+    yield store
+    await store.aclose()
+
+
+async def taken_from(path: str) -> Inherited:
+    """What the server there hands over."""
+    taken = await asyncio.to_thread(take_over, path)
+    assert taken is not None
+    return taken
+
+
+@asynccontextmanager
+async def heir(path: str) -> AsyncIterator[HostServer]:
+    """A server that has taken over from the one there."""
+    taken = await taken_from(path)
+    server = HostServer(path, taken.memory)
+    await server.open(taken)
+    yield server
+    await server.aclose()
 
 
 @asynccontextmanager

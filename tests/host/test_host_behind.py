@@ -15,14 +15,11 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, Unavailable
 from asynccache.host import behind as behind_module
-from asynccache.host.behind import StoresBehind
-from asynccache.host.memory import HostMemory
 from asynccache.host.server import HostServer
-from asynccache.host.takeover import take_over
-from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store
-from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
+from asynccache.storage import PageKey, Record, Result
+from asynccache.testing.backend_suite import get_all, keys_of, page_key, put_all, record_of, same
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.host.host_kit import client, served, serving, socket_path
+from tests.host.host_kit import client, heir, opened, served, serving, socket_path
 from tests.waiting import turns, until
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -102,7 +99,6 @@ async def gated(folders: Path, **more: Any) -> AsyncIterator[tuple[HostServer, G
         gate.down = False
 
 
-@pytest.mark.asyncio
 async def test_what_was_stored_survives_the_server_on_disk(tmp_path: Path) -> None:
     path = socket_path()
     keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(90)]  # sizes that the server was not told of
@@ -127,7 +123,6 @@ async def test_what_was_stored_survives_the_server_on_disk(tmp_path: Path) -> No
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_read(tmp_path: Path) -> None:
     keys = keys_of(12)
     urls = ["memory:?name=near", folder(tmp_path) + "&name=far"]
@@ -144,7 +139,6 @@ async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_rea
         assert (near.counts["read"], far.counts["read"]) == (6, 6)
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behind_module, "LATE", 0.5)
     keys = keys_of(20)
@@ -174,7 +168,6 @@ async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pyte
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +186,6 @@ async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
         assert "get" not in gate.asked
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,7 +200,6 @@ async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_sa
         assert set(await backend.exists(keys_of(3, "swa"))) == {FAILED}
 
 
-@pytest.mark.asyncio
 async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
     keys = keys_of(8)
     async with gated(tmp_path) as (server, gate, one):
@@ -223,7 +214,6 @@ async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
         await two.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_path: Path) -> None:
     keys = keys_of(6)
     async with gated(tmp_path) as (server, gate, backend):
@@ -247,12 +237,9 @@ async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_pat
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_scribbled_page_is_corrupt_once_and_comes_back_from_the_disk(tmp_path: Path) -> None:
     path, keys = socket_path(), keys_of(20)
-    async with serving(path, stores=[folder(tmp_path)]) as server:
-        store = await open_store(f"host:{path}", LAYOUT)
-        assert isinstance(store, CheckedStore)
+    async with serving(path, stores=[folder(tmp_path)]) as server, opened(path) as store:
         pages = [record_of(key).payload for key in keys]
         assert await store.put(keys, pages) == [HIT] * 20
         await written(server)
@@ -262,19 +249,15 @@ async def test_a_scribbled_page_is_corrupt_once_and_comes_back_from_the_disk(tmp
         assert await store.get(keys, [memoryview(one) for one in fetched]) == [CORRUPT] * 20
         assert await store.get(keys, [memoryview(one) for one in fetched]) == [HIT] * 20
         assert fetched == pages
-        await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_bad_on_disk_is_deleted_there_and_can_be_stored_again(tmp_path: Path) -> None:
     path, keys = socket_path(), keys_of(5)
-    async with serving(path, stores=["memory:"]) as server:
-        store = await open_store(f"host:{path}", LAYOUT)
-        assert isinstance(store, CheckedStore)
+    async with serving(path, stores=["memory:"]) as server, opened(path) as store:
         pages = [record_of(key).payload for key in keys]
         assert await store.put(keys, pages) == [HIT] * 5
         await written(server)
-        raw = store_of(server).backend.inner if isinstance(store_of(server).backend, Gate) else store_of(server).backend
+        raw = store_of(server).backend
         for data in raw._stored.values():
             data[-1] ^= 1
         server.table.clear()
@@ -287,10 +270,8 @@ async def test_a_page_that_is_bad_on_disk_is_deleted_there_and_can_be_stored_aga
         server.table.clear()
         assert await store.get(keys, fetched) == [HIT] * 5
         assert fetched == pages
-        await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_report_of_damage_about_another_generation_changes_nothing() -> None:
     keys = keys_of(2)
     async with served() as (_, backend):
@@ -305,7 +286,6 @@ async def test_a_report_of_damage_about_another_generation_changes_nothing() -> 
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
-@pytest.mark.asyncio
 async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_path: Path, verb: str) -> None:
     keys = keys_of(3)
     async with gated(tmp_path) as (server, gate, backend):
@@ -322,7 +302,6 @@ async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_pa
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_path: Path) -> None:
     keys = keys_of(3)
     async with gated(tmp_path) as (server, gate, backend):
@@ -344,7 +323,6 @@ async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_
         assert (await get_all(backend, keys))[0] == [MISS] * 3
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_takes_nothing_has_no_more_pages_waiting_than_the_memory_can_hold(tmp_path: Path) -> None:
     async with gated(tmp_path, memory=1 << 20) as (server, gate, backend):
         gate.shut = {"put"}
@@ -371,29 +349,19 @@ async def test_an_answer_that_waits_for_a_store_changes_nothing_of_the_next_serv
         cleared.set()
 
     monkeypatch.setattr(MemoryBackend, "clear", slow)
-    path = socket_path()
-    made = HostMemory.make(16 << 20)
-    behind = StoresBehind(["memory:?timeout=60"], made.layout.size // 8)
-    await behind.open()
-    server = HostServer(path, made, behind=behind)
-    await server.open()
-    one, two = await client(path), await client(path)
-    clearing = asyncio.create_task(one.clear())
-    await asyncio.sleep(0.2)
     keys = keys_of(20)
-    put = await put_all(two, keys)
-    taken = await asyncio.to_thread(take_over, path)
-    assert taken is not None
-    heir = HostServer(path, taken.memory)
-    await heir.open(taken)
-    with suppress(BackendError):
-        await clearing
-    await cleared.wait()
-    await turns()
-    results, records = await get_all(two, keys)
-    assert results == [HIT] * 20
-    assert same(put, records)
-    heir.table.audit()
-    for backend in (one, two):
-        await backend.aclose()
-    await heir.aclose()
+    async with served(stores=["memory:?timeout=60"]) as (server, one):
+        two = await client(server.path)
+        clearing = asyncio.create_task(one.clear())
+        await asyncio.sleep(0.2)
+        put = await put_all(two, keys)
+        async with heir(server.path) as second:
+            with suppress(BackendError):
+                await clearing
+            await cleared.wait()
+            await turns()
+            results, records = await get_all(two, keys)
+            assert results == [HIT] * 20
+            assert same(put, records)
+            second.table.audit()
+            await two.aclose()

@@ -36,11 +36,10 @@ from asynccache.events import (
 from asynccache.events.wire import Decoder
 from asynccache.host.changes import AT_ONCE, HeldChanges
 from asynccache.host.server import HostServer
-from asynccache.host.takeover import take_over
 from asynccache.storage import PageKey, Pages, Result
 from asynccache.storage.contract import block_in, named_key
 from asynccache.testing.backend_suite import get_all, put_all, record_of, same
-from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_kit import client, serving, socket_path, taken_from
 from tests.host.host_processes import HostProcess, pss
 from tests.host.test_host_engines import compute, config
 from tests.stores.server import free_port
@@ -102,7 +101,6 @@ def truth(server: HostServer) -> tuple[set[int], set[int]]:
 # the law
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stores", [["file"], ["memory", "file"], []])
 @pytest.mark.parametrize("seed", range(3))
 async def test_after_quiet_the_picture_equals_the_servers_index(
@@ -145,7 +143,6 @@ async def test_after_quiet_the_picture_equals_the_servers_index(
             await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_a_listener_has_no_room_for_waits_and_what_came_and_went_is_not_told() -> None:
     told: list[tuple[str, bool, list[bytes]]] = []
     full = True
@@ -180,7 +177,6 @@ async def test_what_a_listener_has_no_room_for_waits_and_what_came_and_went_is_n
 # names
 
 
-@pytest.mark.asyncio
 async def test_a_cache_is_found_by_the_blocks_of_its_prompt(fleet: Fleet, tmp_path: Path) -> None:
     path, prompt = socket_path(), list(range(100, 260))
     async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=16MiB"]) as server, published(server, fleet):
@@ -195,7 +191,6 @@ async def test_a_cache_is_found_by_the_blocks_of_its_prompt(fleet: Fleet, tmp_pa
         await until(lambda: fleet.hits(names)["a"] == (0, 0, 10), fleet.stats)
 
 
-@pytest.mark.asyncio
 async def test_an_engines_own_names_come_through_and_pages_without_one_are_not_told(fleet: Fleet) -> None:
     path = socket_path()
     async with serving(path) as server, published(server, fleet):
@@ -211,7 +206,6 @@ async def test_an_engines_own_names_come_through_and_pages_without_one_are_not_t
         assert len(server.table.index) == 4
 
 
-@pytest.mark.asyncio
 async def test_what_any_reader_of_vllms_events_finds(fleet: Fleet) -> None:
     path = socket_path()
     async with serving(path) as server:
@@ -259,7 +253,6 @@ async def stored(path: str, blocks: Sequence[int]) -> HostBackend:
     return backend
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_is_killed_and_started_again_says_what_its_folder_has(fleet: Fleet, tmp_path: Path) -> None:
     with announced("--storage", f"file:{tmp_path}/kv?capacity=64MiB") as server:
         await server.counts()
@@ -280,7 +273,6 @@ async def test_a_server_that_is_killed_and_started_again_says_what_its_folder_ha
         await until(lambda: picture(fleet, range(220)) == (set(), set()), fleet.stats)
 
 
-@pytest.mark.asyncio
 async def test_a_take_over_ends_in_the_same_picture(fleet: Fleet) -> None:
     with announced() as server:
         await server.counts()
@@ -299,7 +291,6 @@ async def test_a_take_over_ends_in_the_same_picture(fleet: Fleet) -> None:
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_is_stopped_is_forgotten_and_is_back_when_it_goes_on(fleet: Fleet) -> None:
     with announced() as server:
         await server.counts()
@@ -315,15 +306,13 @@ async def test_a_server_that_is_stopped_is_forgotten_and_is_back_when_it_goes_on
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_server_whose_heir_dies_goes_on_and_says_the_same_as_before(fleet: Fleet, tmp_path: Path) -> None:
     """Its stores were closed for the heir, and are opened again."""
     path = socket_path()
     async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server, published(server, fleet):
         backend = await stored(path, range(20))
         await backend.flush()
-        taken = await asyncio.to_thread(take_over, path)
-        assert taken is not None
+        taken = await taken_from(path)
         for cell in cast("Any", taken.confirm).__closure__:
             if isinstance(cell.cell_contents, socket.socket):
                 cell.cell_contents.close()  # the heir is killed
@@ -348,7 +337,6 @@ def own(server: HostProcess) -> int:
     return found["Private_Clean"] + found["Private_Dirty"]
 
 
-@pytest.mark.asyncio
 async def test_subscribers_that_do_not_read_cost_bounded_memory_and_delay_nobody(fleet: Fleet) -> None:
     """One subscribes and never reads, one asks for everything again and again and reads none of it."""
     with announced() as server, zmq.Context() as context:

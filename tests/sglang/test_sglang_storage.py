@@ -438,7 +438,6 @@ async def beside(work: Callable[[Any, HostServer], None], **more: Any) -> None:
 
 
 @pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.asyncio
 async def test_what_is_kept_or_has_ended_is_told_to_the_host_process(typed: bool) -> None:
     def work(storage: Any, server: HostServer) -> None:
         size = storage._pools["kv"].source.page_size if storage._pools else None
@@ -459,7 +458,6 @@ async def test_what_is_kept_or_has_ended_is_told_to_the_host_process(typed: bool
     await beside(work)
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_reads_into_the_memory_and_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
     def work(storage: Any, server: HostServer) -> None:
         skip = extra(("kv.skip_store", {}))
@@ -480,7 +478,6 @@ async def test_a_prefetch_reads_into_the_memory_and_what_is_not_to_be_stored_is_
 @pytest.mark.parametrize("said", [
     None, "kv.end", {"kv_hints": 3}, {"kv_hints": {"actions": [{"action_type": 7}]}}, [], {"kv_hints": {"actions": {}}},
 ])  # fmt: skip
-@pytest.mark.asyncio
 async def test_absurd_extra_info_changes_nothing(said: Any) -> None:
     def work(storage: Any, server: HostServer) -> None:
         info = HiCacheStorageExtraInfo(prefix_keys=None, extra_info=said)

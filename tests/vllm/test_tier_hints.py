@@ -116,7 +116,6 @@ def where(server: HostServer, made: Hinting, keys: list[Any]) -> list[bool]:
     return [page_of(made, key) in server.table.index for key in keys]
 
 
-@pytest.mark.asyncio
 async def test_chunks_of_a_conversation_that_has_ended_go_first_and_those_that_others_have_too_stay() -> None:
     def work(path: str, server: HostServer) -> None:
         with made_at(path) as made:
@@ -134,7 +133,6 @@ async def test_chunks_of_a_conversation_that_has_ended_go_first_and_those_that_o
     await beside(work)
 
 
-@pytest.mark.asyncio
 async def test_what_is_kept_is_there_when_all_others_have_gone_and_start_and_end_are_tokens() -> None:
     def work(path: str, server: HostServer) -> None:
         with made_at(path) as made:
@@ -155,7 +153,6 @@ async def test_what_is_kept_is_there_when_all_others_have_gone_and_start_and_end
     await beside(work)
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_has_the_chunks_in_memory_before_the_request_is_scheduled(tmp_path: Path) -> None:
     def work(path: str, server: HostServer) -> None:
         with made_at(path) as made:
@@ -179,7 +176,6 @@ async def test_a_prefetch_has_the_chunks_in_memory_before_the_request_is_schedul
     await beside(work, stores=[f"file:{tmp_path}/kv?capacity=64MiB"])
 
 
-@pytest.mark.asyncio
 async def test_what_is_not_to_be_stored_is_not() -> None:
     def work(path: str, server: HostServer) -> None:
         with made_at(path) as made:
@@ -209,7 +205,6 @@ ABSURD: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.asyncio
 async def test_absurd_hints_change_nothing_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def work(path: str, server: HostServer) -> None:
         with made_at(path) as made:
@@ -233,7 +228,6 @@ async def test_absurd_hints_change_nothing_are_counted_and_said_once(caplog: pyt
     assert len(said) == len(set(said)) == 2
 
 
-@pytest.mark.asyncio
 async def test_huge_times_and_many_actions_keep_no_more_than_the_server_allows() -> None:
     def work(path: str, server: HostServer) -> None:
         with made_at(path) as made:
