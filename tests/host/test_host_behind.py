@@ -89,11 +89,17 @@ class Gate(WrappedBackend):
 
 
 @asynccontextmanager
-async def gated(folders: Path, **more: Any) -> AsyncIterator[tuple[HostServer, Gate, HostBackend]]:
-    """A server with a gate before its store, and a client."""
+async def gated(
+    folders: Path, stored: Sequence[PageKey] = (), **more: Any
+) -> AsyncIterator[tuple[HostServer, Gate, HostBackend]]:
+    """A server with a gate before its store, and a client. ``stored``: pages that only the store has."""
     async with served(stores=[folder(folders)], **more) as (server, backend):
         store = store_of(server)
         gate = store.backend = Gate(store.backend)
+        await put_all(backend, stored)
+        await written(server)
+        server.table.clear()
+        gate.asked.clear()
         yield server, gate, backend
         gate.open_all()
         gate.down = False
@@ -173,10 +179,7 @@ async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
 ) -> None:
     monkeypatch.setattr(behind_module, "LATE", 0.1)
     keys = keys_of(5)
-    async with gated(tmp_path) as (server, gate, backend):
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    async with gated(tmp_path, keys) as (server, gate, backend):
         gate.shut = {"get"}
         assert (await get_all(backend, keys))[0] == [FAILED] * 5
         gate.open_all()
@@ -202,12 +205,8 @@ async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_sa
 
 async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
     keys = keys_of(8)
-    async with gated(tmp_path) as (server, gate, one):
+    async with gated(tmp_path, keys) as (server, gate, one):
         two = await client(server.path)
-        await put_all(one, keys)
-        await written(server)
-        server.table.clear()
-        gate.asked.clear()
         answers = await asyncio.gather(*(get_all(one if n % 2 else two, keys) for n in range(6)))
         assert [results for results, _ in answers] == [[HIT] * 8] * 6
         assert gate.asked.count("get") == 1
@@ -288,10 +287,7 @@ async def test_a_report_of_damage_about_another_generation_changes_nothing() -> 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
 async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_path: Path, verb: str) -> None:
     keys = keys_of(3)
-    async with gated(tmp_path) as (server, gate, backend):
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    async with gated(tmp_path, keys) as (server, gate, backend):
         gate.shut = {verb}
         deleting = asyncio.create_task(backend.delete(keys) if verb == "delete" else backend.clear())
         await until(lambda: verb in gate.asked)
@@ -304,10 +300,7 @@ async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_pa
 
 async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_path: Path) -> None:
     keys = keys_of(3)
-    async with gated(tmp_path) as (server, gate, backend):
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    async with gated(tmp_path, keys) as (_, gate, backend):
         gate.shut = {"delete"}
         deleting = asyncio.create_task(backend.delete(keys))
         await until(lambda: "delete" in gate.asked)

@@ -23,7 +23,7 @@ from tests.host.host_processes import (
     memory_use,
     server_process,
 )
-from tests.host.test_host_behind import folder, gated, written
+from tests.host.test_host_behind import gated
 from tests.waiting import until
 
 PAGE = 16
@@ -185,11 +185,8 @@ async def test_pages_that_are_kept_stay_and_those_that_have_ended_go_first() -> 
 
 
 async def test_a_prefetched_page_is_in_the_memory_before_somebody_reads_it(tmp_path: Path) -> None:
-    async with served(stores=[folder(tmp_path)]) as (server, backend):
-        keys = named("page", 5)
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    keys = named("page", 5)
+    async with gated(tmp_path, keys) as (server, _, backend):
         assert await backend.hint(Hint.PREFETCH, [*keys, *named("none", 2)], 0.0) == [HIT] * 5 + [MISS] * 2
         assert {key.key for key in keys} <= set(server.table.index)
         assert server.table.counts["prefetched"] == 7
@@ -199,11 +196,8 @@ async def test_a_prefetch_from_a_disk_that_hangs_is_answered_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asynccache.host.behind.LATE", 0.05)
-    async with gated(tmp_path) as (server, gate, backend):
-        keys = named("page", 5)
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    keys = named("page", 5)
+    async with gated(tmp_path, keys) as (_, gate, backend):
         gate.shut.add("get")
         async with asyncio.timeout(2):
             assert await backend.hint(Hint.PREFETCH, keys, 0.0) == [FAILED] * 5
