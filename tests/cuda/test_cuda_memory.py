@@ -22,7 +22,6 @@ from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths, pinned
 from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
-from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.kernels import Table
 from asynccache.memory.cuda.libcuda import Spans
 from asynccache.memory.cuda.pinned import pinned_tensor
@@ -349,38 +348,23 @@ def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
 # registrations
 
 
-class Strict(SimulatedCuda):
-    """Refuses a copy whose side on the host lies in two registrations, as the real driver does."""
-
-    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
-        host = spans.dst if towards is OUT else spans.src
-        for start, size in zip(host.tolist(), spans.size.tolist(), strict=True):
-            self.whole(start, start + size)
-        return super().copy(stream, towards, spans)
-
-    def whole(self, start: int, stop: int) -> None:
-        if not any(a <= start and stop <= a + n for a, n in self.pinned.items()):
-            self.problems.append("a copy lies in two registrations")
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_no_piece_lies_in_two_registrations(
-    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch, settings: CudaSettings, layers: int
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, settings: CudaSettings, layers: int
 ) -> None:
-    """Pages of 3 KiB, pinned 8 at a time, in runs that go across several edges."""
+    """Pages of 3 KiB, pinned 8 at a time, in runs that go across several edges. The driver would tell of one that does,
+    as the real one does."""
     monkeypatch.setattr(pinned, "CHUNK", 30 << 10)
-    drivers.append(Strict())
-    device = CudaDevice(drivers[-1], settings=settings)
+    device = simulated_device(settings=settings)
     mover = Mover(device, [pool(size=3 << 10, layers=layers)])
-    assert sorted(drivers[-1].pinned.values()) == [24 << 10] * 6
+    assert sorted(driver_of(device).pinned.values()) == [24 << 10] * 6
     fill_device(mover)
     pages = list(range(29))
     await mover.backup([move(pages, [p + 3 for p in pages])]).wait()
     assert all(host_page(mover, "full", p + 3) == device_page(mover, "full", p) for p in pages)
     await mover.load([move([p + 3 for p in pages], [p + 1 for p in pages])]).done.wait()
     assert all(host_page(mover, "full", p + 3) == device_page(mover, "full", p + 1) for p in pages)
-    await device.aclose()
 
 
 def test_runs_end_where_a_registration_ends() -> None:
@@ -447,20 +431,11 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
         CudaSettings(**wrong)  # type: ignore[arg-type]
 
 
-async def test_the_kernel_takes_as_many_blocks_as_it_may(drivers: list[SimulatedCuda]) -> None:
-    taken: list[int] = []
-
-    class Counting(SimulatedCuda):
-        def launch(self, stream: int, table: Table, blocks: int) -> int:
-            taken.append(blocks)
-            return super().launch(stream, table, blocks)
-
-    drivers.append(Counting())
-    device = CudaDevice(drivers[-1], settings=CudaSettings(blocks=13))
-    mover = Mover(device, [pool(device_pages=128, host_pages=128)])
+async def test_the_kernel_takes_as_many_blocks_as_it_may(simulated_device: Make) -> None:
+    device = simulated_device(settings=CudaSettings(blocks=13))
+    mover, taken = Mover(device, [pool(device_pages=128, host_pages=128)]), driver_of(device).blocks
     await mover.load([move(list(range(0, 80, 2)), list(range(40)))]).done.wait()
     assert taken == [13] * mover.layers
     taken.clear()
     await mover.clone([move(list(range(0, 80, 2)), list(range(1, 81, 2)))]).wait()
     assert set(taken) == {choosing_paths.BLOCKS_WITHIN}, "within the device memory is much faster"
-    await device.aclose()
