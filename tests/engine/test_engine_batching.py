@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import threading
 import time
@@ -21,7 +20,7 @@ from asynccache_shim import Finish, Scheduler
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine.engine_kit import Sharing, held_back, model_of, open_caches, prompt, settled
+from tests.engine.engine_kit import Member, held_back, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 from tests.waiting import until
 
@@ -131,11 +130,10 @@ def test_a_new_process_finds_what_this_one_stored(family: str, tmp_path: Path) -
     url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
     with ContinuousBatching(model_of(family), page_size=8, name=family, storage=url) as batching:
         made(batching, [prompt(45)])
-    child = Sharing(family, url)
-    assert child.hear() == "ready"
-    child.ask([prompt(45)])
-    assert json.loads(child.hear()) == [[wanted(family, tuple(prompt(45))), [0, 0, 40]]]
-    child.end()
+    child = Member("share", family, url)
+    child.tell([prompt(45)])
+    assert child.hear("answer", 120) == [[wanted(family, tuple(prompt(45))), [0, 0, 40]]]
+    assert child.end() == 0
 
 
 def test_a_second_turn_hits_the_answer_of_the_first(llama: ContinuousBatching) -> None:

@@ -3,7 +3,6 @@ token."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Fates, Faults, Hitch
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.engine.engine_kit import Sharing, at_once, counted, held_back, model_of, prompt, settled
+from tests.engine.engine_kit import Member, at_once, counted, held_back, model_of, prompt, settled
 from tests.engine.test_engine_batching import NAMED, NEW, all_wanted, empty_device, made, sound, texts, wanted
 from tests.engine.test_engine_prefix import GIVEN, LENGTH, rows_of
 from tests.stores.object_server import MotoServer
@@ -339,9 +338,8 @@ def test_processes_that_serve_at_the_same_time_share_one_store(monkeypatch: pyte
     with MotoServer() as server:
         for name, value in server.client_environment.items():
             monkeypatch.setenv(name, value)
-        processes = [Sharing("llama", f"{server.url}&refresh=0.02") for _ in range(2)]
+        processes = [Member("share", "llama", f"{server.url}&refresh=0.02") for _ in range(2)]
         try:
-            assert [process.hear() for process in processes] == ["ready"] * 2
             said = turn(processes, [[*common, *each] for each in own])
             for asked, answers in zip(own, said, strict=True):
                 assert [tokens for tokens, _ in answers] == all_wanted("llama", [*common, *asked])
@@ -353,8 +351,8 @@ def test_processes_that_serve_at_the_same_time_share_one_store(monkeypatch: pyte
                 process.end()
 
 
-def turn(processes: Sequence[Sharing], asked: Sequence[list[list[int]]]) -> list[Any]:
+def turn(processes: Sequence[Member], asked: Sequence[list[list[int]]]) -> list[Any]:
     """What each says to its prompts, asked all at once."""
     for process, prompts in zip(processes, asked, strict=True):
-        process.ask(prompts)
-    return [json.loads(process.hear()) for process in processes]
+        process.tell(prompts)
+    return [process.hear("answer", 120) for process in processes]
