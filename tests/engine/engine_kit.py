@@ -139,13 +139,7 @@ class Served:
 
     async def empty_device(self) -> None:
         """Take every page of the device for a moment, so that whatever is cached leaves it."""
-        await settled(self.cache)
-        config = self.cache.config
-        slots = self.cache.statistics().device
-        states = slots["mamba"].capacity if "mamba" in slots else None
-        count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * config.page_size
-        async with self.cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
-            pass
+        await empty_device(self.cache)
 
     async def empty_host(self) -> None:
         """Publish other pages until nothing of what was there before is left on device or host."""
@@ -158,6 +152,16 @@ class Served:
                 checkpoint = (device, int(lease.states[1])) if self.model.layout.recurrent else None
                 await lease.commit(filler, checkpoint=checkpoint)
             await settled(self.cache)
+
+
+async def empty_device(cache: AsyncCache) -> None:
+    """Take every page of the device for a moment, so that whatever is cached leaves it."""
+    await settled(cache)
+    slots = cache.statistics().device
+    states = slots["mamba"].capacity if "mamba" in slots else None
+    count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * cache.config.page_size
+    async with cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
+        pass
 
 
 @cache

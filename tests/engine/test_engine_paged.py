@@ -153,13 +153,6 @@ def drawn_of(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     return alone[0]
 
 
-def test_top_k_keeps_the_likeliest_and_top_p_is_a_share_of_them() -> None:
-    logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
-    assert {drawn_of(logits, Sampling(1.0, 1.0, seed, 2), 0) for seed in range(100)} == {0, 1}
-    assert {drawn_of(logits, Sampling(1.0, 0.5, seed, 2), 0) for seed in range(100)} == {0}
-    assert {drawn_of(logits, Sampling(1.0, 1.0, seed, 99), 0) for seed in range(300)} == {0, 1, 2, 3}
-
-
 def kept_by_transformers(logits: torch.Tensor, sampling: Sampling) -> set[int]:
     """The tokens that transformers' own processors leave."""
     settings = transformers.GenerationConfig(
@@ -208,17 +201,3 @@ def test_the_same_seed_draws_the_same_and_positions_differ() -> None:
     assert drawn == [drawn_of(logits, sampling, position) for position in range(20)]
     assert len(set(drawn)) > 15
     assert drawn != [drawn_of(logits, Sampling(temperature=1.0, seed=4), position) for position in range(20)]
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    drawn = {drawn_of(logits, Sampling(1.0, 0.7, seed), 0) for seed in range(200)}
-    assert drawn == {0, 1}
-    assert {drawn_of(logits, Sampling(1.0, 0.0, seed), 0) for seed in range(20)} == {0}
-
-
-def test_a_high_temperature_flattens() -> None:
-    logits = torch.tensor([5.0, 0.0])
-    cold = sum(drawn_of(logits, Sampling(1.0, 1.0, seed), 0) for seed in range(300))
-    hot = sum(drawn_of(logits, Sampling(100.0, 1.0, seed), 0) for seed in range(300))
-    assert cold < 15 < 90 < hot
