@@ -7,10 +7,12 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 from asynccache_backends.host import HostBackend
@@ -61,6 +63,27 @@ async def serving(
         yield server
     finally:
         await server.aclose()
+
+
+@contextmanager
+def beside(**more: Any) -> Iterator[HostServer]:
+    """A server in an event loop of its own, in a thread."""
+    opened: Future[tuple[HostServer, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        async with serving(socket_path(), **more) as server:
+            end = asyncio.Event()
+            opened.set_result((server, asyncio.get_running_loop(), end))
+            await end.wait()
+
+    thread = Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    server, loop, end = opened.result(60)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join()
 
 
 async def client(path: str, options: str = "") -> HostBackend:

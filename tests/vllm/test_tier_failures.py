@@ -80,9 +80,7 @@ def timed(act: Callable[[], int]) -> tuple[int, float]:
 
 def results(playing: Scheduler, metric: str) -> dict[str, int | float]:
     """By the result, what vLLM's metrics would get of one of ours."""
-    stats = playing.manager.get_stats()
-    found = {} if stats is None else stats.reduce()
-    return {name.split("'")[1]: count for name, count in found.items() if name.startswith(f"{metric}:")}
+    return {name.split("'")[1]: count for name, count in playing.counted().items() if name.startswith(f"{metric}:")}
 
 
 # stores that hang

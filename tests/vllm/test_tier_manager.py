@@ -37,17 +37,11 @@ from asynccache.errors import ConfigError
 from tests.host.host_kit import socket_path
 from tests.host.host_processes import server_process
 from tests.stores.redis_server import RedisServer
-from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, payload, scheduler
+from tests.vllm.tier_kit import CHUNK, config, keys_of, payload, scheduler
 
 
 def entry(folder: Path, **more: Any) -> dict[str, Any]:
     return {"storage": f"file:{folder}/kv?capacity=1GiB", "namespace": "tiny", **more}
-
-
-def counted(playing: Scheduler) -> dict[str, int | float]:
-    """What vLLM's metrics would get."""
-    stats = playing.manager.get_stats()
-    return {} if stats is None else stats.reduce()
 
 
 def test_vllm_knows_the_tier_by_its_plugin_and_twice_is_fine() -> None:
@@ -151,7 +145,7 @@ def test_a_load_goes_in_one_job_and_in_parts_of_any_size(tmp_path: Path, monkeyp
     monkeypatch.setattr(transfers, "WINDOW", 5 * CHUNK)
     with scheduler(config(entry(tmp_path))) as playing:
         assert playing.serve(keys_of(13)) == 13
-        assert counted(playing)[f"{LOADED}:('hit',)"] == 13
+        assert playing.counted()[f"{LOADED}:('hit',)"] == 13
 
 
 def test_a_request_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
@@ -219,14 +213,14 @@ def test_vllms_metrics_are_told(tmp_path: Path) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(8))
         playing.reset()
-        counted(playing)
+        playing.counted()
         playing.serve(keys_of(10))
-        told = counted(playing)
+        told = playing.counted()
         assert told[f"{LOOKUPS}:('hit',)"] == 8
         assert told[f"{LOOKUPS}:('miss',)"] == 2
         assert told[f"{LOADED}:('hit',)"] == 8
         assert told["vllm:kv_offload_tiering_read_bytes:('1:asynccache',)"] == 8 * CHUNK
-        assert f"{LOADED}:('hit',)" not in counted(playing)
+        assert f"{LOADED}:('hit',)" not in playing.counted()
 
 
 SOURCES: dict[str, tuple[list[str], dict[str, Any]]] = {
