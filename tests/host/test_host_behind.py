@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache.errors import BackendError, Unavailable
 from asynccache.host import behind as behind_module
 from asynccache.host.server import HostServer
-from asynccache.storage import PageKey, Record, Result
+from asynccache.storage import PageKey, Result
 from asynccache.testing.backend_suite import get_all, keys_of, page_key, put_all, record_of, same
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.host.host_kit import client, heir, opened, served, serving, socket_path
@@ -49,43 +50,26 @@ class Gate(WrappedBackend):
         self.down = self.after = False
         self.opened = asyncio.Event()
         self.asked: list[str] = []
+        for verb in ("exists", "get", "put", "delete", "clear"):
+            setattr(self, verb, partial(self._through, verb))
 
-    async def _pass(self, verb: str) -> None:
+    async def _through(self, verb: str, *given: Any) -> Any:
         self.asked.append(verb)
         if self.down:
             raise Unavailable("down")
         while verb in self.shut:
             self.opened.clear()
             await self.opened.wait()
+        found = await getattr(self.inner, verb)(*given)
+        while verb == "get" and self.after:
+            self.asked.append("read")
+            self.opened.clear()
+            await self.opened.wait()
+        return found
 
     def open_all(self) -> None:
         self.shut.clear()
         self.opened.set()
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._pass("exists")
-        return await self.inner.exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._pass("get")
-        results = await self.inner.get(keys, records)
-        while self.after:
-            self.asked.append("read")
-            self.opened.clear()
-            await self.opened.wait()
-        return results
-
-    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._pass("delete")
-        return await self.inner.delete(keys)
-
-    async def clear(self) -> None:
-        await self._pass("clear")
-        await self.inner.clear()
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._pass("put")
-        return await self.inner.put(keys, records)
 
 
 @asynccontextmanager
