@@ -54,7 +54,7 @@ from tests.sglang.host_pools import (
     scramble,
     states,
 )
-from tests.storage.pages_kit import Misbehaving
+from tests.storage.pages_kit import Misbehaving, until
 
 KEYS = [f"{page:064x}" for page in range(PAGES)]
 
@@ -376,13 +376,6 @@ def test_a_store_that_cannot_be_opened_fails_the_attaching(tmp_path: Path) -> No
 # Hints in the extra info of SGLang's calls. The version tested here passes none so far: the tests put them there.
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.002)
-
-
 def extra(*actions: tuple[str, Any], prefix: list[str] | None = None, typed: bool = True) -> HiCacheStorageExtraInfo:
     made = [{"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": said} for kind, said in actions]
     envelope: Any = {"protocol_version": "0.1", "message_id": "m", "actions": made}
@@ -406,14 +399,14 @@ def test_what_is_kept_or_has_ended_is_told_to_the_host_process(typed: bool) -> N
         assert all(storage.batch_set_v1(KEYS[:4], indices(0, 1, 2, 3), extra(typed=typed)))
         told = extra(("kv.retain", {"duration": 60, "end": 5 * size}), prefix=KEYS[:4], typed=typed)
         assert all(storage.batch_set_v1(KEYS[4:6], indices(4, 5), told))
-        wait_for(lambda: server.table.counts["kept"] == 5)
+        until(lambda: server.table.counts["kept"] == 5)
         ended = extra(("kv.end", {}), prefix=KEYS[:6], typed=typed)
         done = storage.batch_set_v2([PoolTransfer(PoolName.SWA, indices(1, 2), keys=KEYS[6:8])], ended)
         assert done == {PoolName.SWA: [True, True]}
-        wait_for(lambda: server.table.counts["ended"] == 2)
+        until(lambda: server.table.counts["ended"] == 2)
         from_here = extra(("kv.deref", {"start": 3 * size}), prefix=KEYS[:6], typed=typed)
         assert all(storage.batch_set_v1(KEYS[6:7], indices(6), from_here))
-        wait_for(lambda: server.table.counts["ended"] == 6)
+        until(lambda: server.table.counts["ended"] == 6)
         assert storage.hint_counts == {"keep": 1, "ended": 2}
 
 
@@ -426,10 +419,10 @@ def test_a_prefetch_reads_into_the_memory_and_what_is_not_to_be_stored_is_not(tm
         assert all(storage.batch_set_v1(KEYS[:3], indices(0, 1, 2)))
         behind = server.behind
         assert behind is not None
-        wait_for(lambda: behind.counts().get("file.written") == 3)
+        until(lambda: behind.counts().get("file.written") == 3)
         server.table.clear()
         assert storage.batch_exists(KEYS[:3], extra(("kv.prefetch", {}))) == 3
-        wait_for(lambda: len(server.table.index) == 3)
+        until(lambda: len(server.table.index) == 3)
 
 
 @pytest.mark.parametrize("said", [
