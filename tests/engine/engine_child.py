@@ -293,5 +293,7 @@ if __name__ == "__main__":
     what, *given = sys.argv[1:]
     if what == "serve":
         asyncio.run(serve(*given))
+    elif what == "share":
+        share(*given)
     else:
-        {"share": share, "rank": rank}[what](*given)
+        rank()
