@@ -4,7 +4,7 @@ tests that need a GPU."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 
@@ -19,6 +19,7 @@ from asynccache.memory.cuda.streams import CudaEngineStream
 from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
+from tests.memory.small_pools import pool
 
 # The mark of tests that need a GPU: they say why they are skipped, and never pass without having run.
 #
@@ -83,6 +84,12 @@ class SimulatedEngine:
         found: list[bytes] = []
         self.driver.compute(self.handle, lambda: found.extend(row.numpy().tobytes() for row in rows), reads=rows)
         return found
+
+
+def parts(make: Callable[..., CudaDevice], **options: object) -> tuple[CudaDevice, Mover, SimulatedEngine]:
+    """A device with memory and an engine; their driver is the engine's."""
+    device = make(**options)
+    return device, Mover(device, [pool()]), SimulatedEngine(device)
 
 
 def layers_of(mover: Mover, slot: int, name: str = "full") -> list[torch.Tensor]:

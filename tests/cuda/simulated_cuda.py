@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from random import Random
 
 import numpy as np
@@ -69,22 +70,13 @@ class _Access:
     writes: bool
 
 
-@dataclass
-class _Refusal:
-    call: str
-    stream: int | None
-    left: int
-    error: Exception
-
-
 class SimulatedCuda(CupyDriver):
-    """``break_at``: the number of the piece of work that meets an illegal address. ``refuse_at``: numbers of calls for
-    copies that the driver refuses, which harms nothing else. ``depth``: entries of a stream's queue, before a call
-    blocks. ``free``: bytes of device memory; ``pinnable``: bytes that can be pinned."""
+    """``break_at``: the number of the piece of work that meets an illegal address. ``depth``: entries of a stream's
+    queue, before a call blocks. ``free``: bytes of device memory; ``pinnable``: bytes that can be pinned."""
 
     def __init__(
-        self, seed: int = 0, *, break_at: int | None = None, refuse_at: frozenset[int] = frozenset(),
-        depth: int = 1024, free: int = 1 << 33, pinnable: int = 1 << 33, batches: bool = True,
+        self, seed: int = 0, *, break_at: int | None = None, depth: int = 1024, free: int = 1 << 33,
+        pinnable: int = 1 << 33, batches: bool = True,
     ) -> None:  # fmt: skip
         self.problems: list[str] = []
         self.calls: Counter[str] = Counter()
@@ -94,10 +86,9 @@ class SimulatedCuda(CupyDriver):
         self.lost: list[str] = []  # what has cost a graph
         self.registers = True
         self.deepest = 0  # entries that were in one queue
-        self.chose: set[str] = set()  # threads that were put on the device
-        self.on_piece: Callable[[object], None] = lambda op: None  # when half of a piece is there
+        self.blocks: list[int] = []  # of each launch
         self._random = Random(seed)
-        self._break_at, self._refuse_at, self._depth = break_at, refuse_at, depth
+        self._break_at, self._depth = break_at, depth
         self._free, self._pinnable, self.batches = free, pinnable, batches
         self._state = threading.Condition()
         self._streams: dict[int, deque[_Op]] = {}
@@ -107,11 +98,10 @@ class SimulatedCuda(CupyDriver):
         self._accesses: list[_Access] = []
         self._memory: dict[int, torch.Tensor] = {}
         self._broken: DriverError | None = None
-        self._refusals: list[_Refusal] = []
+        self._refusals: list[tuple[str, int | None, Iterator[Exception | None]]] = []
         self._current = threading.local()
         self._next = 0x1000
         self._done = 0
-        self._copies = 0
         self._closed = False
         self._paused = False
         self._unlocked = threading.Event()
@@ -152,16 +142,17 @@ class SimulatedCuda(CupyDriver):
         self._current.stream = stream
 
     def refuse(
-        self, call: str, code: int = 901, *, stream: int | None = None, times: int = 1, error: Exception | None = None
+        self, call: str, code: int = 901, *, stream: int | None = None, after: int = 0, times: int = 1,
+        error: Exception | None = None,
     ) -> None:
-        """The next ``times`` such calls (on this stream) are refused with ``code``, or with ``error``. A sticky code is
-        the end of the device."""
+        """Behind ``after`` such calls (on this stream) ``times`` ones are refused with ``code``, or with ``error``. A
+        sticky code is the end of the device."""
         error = error or DriverError(f"{call}: refused ({code})", code)
         with self._state:
-            self._refusals.append(_Refusal(call, stream, times, error))
+            self._refusals.append((call, stream, chain(repeat(None, after), repeat(error, times))))
 
     def compute(
-        self, stream: int, action: Callable[[], None], *, reads: Sequence[torch.Tensor] = (),
+        self, stream: int, action: Callable[[], object], *, reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
         """An engine's kernel: ``action``, which touches these contiguous tensors."""
@@ -205,7 +196,6 @@ class SimulatedCuda(CupyDriver):
         with self._state:
             self._admit("use_device")
         self._current.device = INDEX
-        self.chose.add(threading.current_thread().name)
 
     def free_memory(self) -> int:
         with self._state:
@@ -327,14 +317,11 @@ class SimulatedCuda(CupyDriver):
             if self._events[event].captured:
                 self.lost.append("an event of it was asked for")
                 raise DriverError("operation not permitted on an event last recorded in a capturing stream", 907)
-            return self._has_happened(event)
-
-    def _has_happened(self, event: int) -> bool:
-        state = self._events[event]
-        if state.done >= state.version:
+            state = self._events[event]
+            if state.done < state.version:
+                return False
             self._seen |= state.clock
             return True
-        return False
 
     def event_synchronize(self, event: int) -> None:
         with self._state:
@@ -357,6 +344,7 @@ class SimulatedCuda(CupyDriver):
     def launch(self, stream: int, table: Table, blocks: int) -> int:
         """The parameters are copied before it returns, as those of the real one are."""
         self.calls["launch"] += 1
+        self.blocks.append(blocks)
         one = table.copy()
         width, to, of = (int(one[name]) for name in ("width", "dst_pitch", "src_pitch"))
         layers, pages = int(one["layers"]), int(one["pages"])
@@ -373,9 +361,6 @@ class SimulatedCuda(CupyDriver):
     def _copy(self, stream: int, towards: CopyDirection | None, found: list[Piece], entries: int) -> None:
         with self._state:
             self._admit("copy", stream, here=True)
-            number, self._copies = self._copies, self._copies + 1
-        if number in self._refuse_at:
-            raise DriverError("invalid argument")
 
         def units(op: _Op) -> Iterator[None]:
             self._touch(op, [(s, s + n) for _, s, n in found], [(d, d + n) for d, _, n in found])
@@ -384,7 +369,6 @@ class SimulatedCuda(CupyDriver):
             for dst, src, size in found:
                 half = size // 2
                 ctypes.memmove(dst, src, half)
-                self.on_piece(op)
                 yield
                 ctypes.memmove(dst + half, src + half, size - half)
 
@@ -428,16 +412,12 @@ class SimulatedCuda(CupyDriver):
             self.problems.append(f"{threading.current_thread().name}: {call} from a thread that is on another device")
             raise DriverError("invalid device context", 201)
         self._check()
-        for refusal in self._refusals:
-            if refusal.call == call and refusal.stream in (None, stream) and refusal.left:
-                refusal.left -= 1
-                self._break_if_sticky(refusal.error)
-                raise copy(refusal.error)  # one that is kept keeps the frames that it went through
-
-    def _break_if_sticky(self, error: Exception) -> None:
-        if isinstance(error, DriverError) and error.sticky:
-            self._broken = error
-            self._state.notify_all()
+        for refused, where, errors in self._refusals:
+            if refused == call and where in (None, stream) and (error := next(errors, None)):
+                if isinstance(error, DriverError) and error.sticky:
+                    self._broken = error
+                    self._state.notify_all()
+                raise copy(error)  # one that is kept keeps the frames that it went through
 
     def _check(self) -> None:
         if self._broken is not None:

@@ -23,7 +23,7 @@ from asynccache.memory.pools import PageCopy
 from asynccache.memory.signals import call_all
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
+from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, parts, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory import test_devices as every_device
 from tests.memory import test_mover as the_mover
@@ -84,10 +84,7 @@ class Worker:
         self.engine.driver.compute(self.engine.handle, check, reads=[row])
 
     def _write(self, row: torch.Tensor, wanted: torch.Tensor) -> None:
-        def write() -> None:
-            row.copy_(wanted)
-
-        self.engine.driver.compute(self.engine.handle, write, writes=[row])
+        self.engine.driver.compute(self.engine.handle, lambda: row.copy_(wanted), writes=[row])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -144,11 +141,6 @@ async def test_a_device_that_fails_fails_its_loads_and_the_cache_still_closes(si
 # Each law has its counter-test: without the edge the simulated driver reports a race, so the edge is what orders.
 
 
-def parts(make: Make, **options: object) -> tuple[CudaDevice, Mover, SimulatedEngine]:
-    device = make(**options)
-    return device, Mover(device, [pool()]), SimulatedEngine(device)
-
-
 @pytest.mark.parametrize("waits", [True, False])
 async def test_a_backup_waits_on_the_device_for_the_engine_that_wrote_the_pages(
     simulated_device: Make, waits: bool
@@ -201,7 +193,12 @@ async def test_an_engine_never_waits_for_an_event_that_is_not_recorded_yet(simul
     device, mover, engine = parts(simulated_device, depth=4)
     engine.driver.pause()
     loads = [mover.load([move([i], [i])]) for i in range(8)]  # the driver takes four pieces of work, and then blocks
-    waiting = asyncio.create_task(asyncio.to_thread(_as_an_engine, device, loads[-1].done, engine))
+
+    def use() -> None:
+        device.driver.use_device()
+        engine.stream.wait_event(loads[-1].done)
+
+    waiting = asyncio.create_task(asyncio.to_thread(use))
     done, _ = await asyncio.wait([waiting], timeout=0.1)
     assert not done
     engine.driver.resume()
@@ -209,11 +206,6 @@ async def test_an_engine_never_waits_for_an_event_that_is_not_recorded_yet(simul
     found = engine.read(layers_of(mover, 7))
     await engine.stream.record().wait()
     assert len(b"".join(found)) == 64
-
-
-def _as_an_engine(device: CudaDevice, event: object, engine: SimulatedEngine) -> None:
-    device.driver.use_device()
-    engine.stream.wait_event(event)  # type: ignore[arg-type]
 
 
 async def test_an_engines_stream_is_not_held_by_the_host_for_a_gate(simulated_device: Make) -> None:
@@ -288,17 +280,14 @@ async def test_loads_and_backups_and_an_engine_on_the_same_pages_never_race(simu
 class TorchEvent:
     """Shaped as ``torch.cuda.Event``: its handle comes when it is first recorded; it has no ``done``."""
 
+    cuda_event = 0
+
     def __init__(self, driver: SimulatedCuda) -> None:
         self._driver = driver
-        self._handle = 0
-
-    @property
-    def cuda_event(self) -> int:
-        return self._handle
 
     def record(self, stream: int) -> None:
-        self._handle = self._handle or self._driver.event_create()
-        self._driver.event_record(self._handle, stream)
+        self.cuda_event = self.cuda_event or self._driver.event_create()
+        self._driver.event_record(self.cuda_event, stream)
 
     def query(self) -> bool:
         raise AssertionError("it holds the GIL")
@@ -310,6 +299,9 @@ class TorchEvent:
 class CupyEvent:
     """Shaped as ``cupy.cuda.Event``: it has its handle from the start, and ``done`` is a property that asks."""
 
+    done = property(TorchEvent.query)
+    synchronize = TorchEvent.synchronize
+
     def __init__(self, driver: SimulatedCuda) -> None:
         self._driver = driver
         self.ptr = driver.event_create()
@@ -317,23 +309,14 @@ class CupyEvent:
     def record(self, stream: int) -> None:
         self._driver.event_record(self.ptr, stream)
 
-    @property
-    def done(self) -> bool:
-        raise AssertionError("it holds the GIL")
-
-    def synchronize(self) -> None:
-        raise AssertionError("it holds the loop")
-
 
 class CupyStream:
     """Shaped as ``cupy.cuda.Stream``, which has a ``ptr`` too, and ``done``."""
 
+    done = False
+
     def __init__(self, handle: int) -> None:
         self.ptr = handle
-
-    @property
-    def done(self) -> bool:
-        return False
 
     def synchronize(self) -> None: ...
 
@@ -374,8 +357,7 @@ async def test_a_load_is_ordered_behind_the_engines_event(
     simulated_device: Make, kind: Made | None, fenced: bool
 ) -> None:
     """Which stands behind its last read of those pages. Without the edge the simulated driver reports a race."""
-    device = simulated_device()
-    mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
+    _, mover, engine = parts(simulated_device)
     fill_device(mover)
     before = b"".join(row.numpy().tobytes() for row in layers_of(mover, 4))
     engine.driver.hold(engine.handle)
@@ -398,8 +380,7 @@ async def test_an_event_is_taken_as_of_the_call_whatever_the_engine_records_in_i
     simulated_device: Make, kind: Made
 ) -> None:
     """Else a load would wait for what the engine does behind that load, and neither would ever end."""
-    device = simulated_device()
-    mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
+    _, mover, engine = parts(simulated_device)
     engine.driver.hold(engine.handle)
     engine.write(layers_of(mover, 4), 1)
     event = recorded(engine, kind)

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
 
 @WITHOUT
 def test_doctor_says_in_plain_words_and_in_json_that_there_is_no_gpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: FilePath
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
@@ -152,7 +151,7 @@ def test_the_numa_node_of_a_device_that_the_system_does_not_know() -> None:
 
 @pytest.mark.slow
 def test_stress_runs_on_the_device_with_faults_and_cancellations(
-    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every page is verified; the driver looks for races."""
     monkeypatch.setattr(cuda_device, "open_device", lambda name, *, faults: simulated_device(faults=faults))
@@ -225,17 +224,24 @@ class TorchEvent:
         return (end.at - self.at) * 1e3
 
 
-@pytest.fixture
-def torch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimulatedCuda], None]:
-    """torch with a GPU: products on the CPU, streams on this driver."""
+Measured = Callable[..., CudaDevice]
 
-    def put(driver: SimulatedCuda) -> None:
-        monkeypatch.setattr(TorchStream, "driver", driver, raising=False)
-        randn = torch.randn
+
+@pytest.fixture
+def measured(simulated_device: Make, small: None, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """Makes a device that is measured, and a torch with a GPU: products on the CPU, streams on the device's driver."""
+
+    def put(**how: Any) -> CudaDevice:
+        device, randn = simulated_device(**how), torch.randn
+        monkeypatch.setattr(TorchStream, "driver", driver_of(device), raising=False)
         monkeypatch.setattr(torch, "randn", lambda *size, device, **rest: randn(*size, **rest))
         for name, thing in (("Stream", TorchStream), ("Event", TorchEvent), ("stream", nullcontext),
                             ("synchronize", lambda index: None)):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, thing)
+        monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+        monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
+        monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+        return device
 
     return put
 
@@ -271,14 +277,10 @@ def raw_on(driver: SimulatedCuda) -> cuda_copies.RawCalls:
 
 
 def test_the_command_measures_and_tells_everything(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    device, path = simulated_device(), tmp_path / "cuda.json"
-    torch_on(driver_of(device))
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
-    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+    measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured()
+    path = tmp_path / "cuda.json"
     assert cuda.main(["--json", str(path)]) == 0
     figures, said = json.loads(path.read_text()), capsys.readouterr().out
     assert list(figures["seconds"]) == list(cuda.PARTS)
@@ -362,14 +364,9 @@ def test_the_settings_that_figures_speak_for(
 ])
 @pytest.mark.parametrize("part", ["pieces", "loads"])
 def test_a_gpu_that_fails_is_one_sentence(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], how: Any, says: str, part: str,
-) -> None:  # fmt: skip
-    device = simulated_device(**how)
-    torch_on(driver_of(device))
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
-    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+    measured: Measured, capsys: pytest.CaptureFixture[str], how: Any, says: str, part: str
+) -> None:
+    measured(**how)
     assert cuda.main([part, "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "benchmarks.cuda: the GPU could not be measured: " in said
@@ -389,13 +386,10 @@ def test_a_thread_that_copies_beside_fails_the_measurement(simulated_device: Mak
 
 @pytest.mark.parametrize("last", [-1.0, 3600.0])
 def test_a_part_that_would_begin_too_late_is_left_out_and_named(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
-    last: float,
-) -> None:  # fmt: skip
-    device = simulated_device()
-    torch_on(driver_of(device))
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, last: float
+) -> None:
     monkeypatch.setattr(cuda, "LAST_START", last)
-    figures = cuda.measure(device, ["queue", "pinning"], lambda _: None)
+    figures = cuda.measure(measured(), ["queue", "pinning"], lambda _: None)
     left_out = ["queue", "pinning"] if last < 0 else []
     assert figures["left_out"] == left_out
     assert [part for part in ("queue", "pinning") if part not in figures] == left_out

@@ -22,9 +22,6 @@ from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths, pinned
 from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
-from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.kernels import Table
-from asynccache.memory.cuda.libcuda import Spans
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
@@ -32,7 +29,7 @@ from asynccache.memory.mover import Mover
 from asynccache.memory.pools import BLOCK
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, driver_of
-from tests.cuda.simulated_cuda import SimulatedCuda
+from tests.cuda.simulated_cuda import Piece, SimulatedCuda
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 # Pinned host memory: exact, in chunks, unpinned before it is unmapped; and room that is checked first.
@@ -151,7 +148,7 @@ def test_memory_of_the_drivers_is_not_freed_at_the_end_of_the_process_while_a_te
     """Threads that nobody joins may write to it until the process is gone, and the system frees it then."""
     code = """
 from asynccache.memory.cuda.pinned import pinned_tensor
-from tests.cuda.simulated_cuda import SimulatedCuda
+from tests.cuda.simulated_cuda import Piece, SimulatedCuda
 driver = SimulatedCuda()
 driver.registers = False
 driver.host_free = lambda address: print("freed")
@@ -296,29 +293,13 @@ def rows(dst: np.ndarray, src: np.ndarray, *, layers: int = 1, dst_pitch: int = 
 class Written(SimulatedCuda):
     """Writes down where each byte of 64 would come from, and copies nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved: dict[int, int] = {}
-        self.launched = 0
+    moved: dict[int, int]
 
-    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
-        for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
-            self.note(dst, src, size)
-        return 1
-
-    def launch(self, stream: int, table: Table, blocks: int) -> int:
-        self.launched += 1
-        for layer in range(int(table["layers"])):
-            for page in range(int(table["pages"])):
-                at = [int(table[f"{side}_ids"][page]) * int(table[f"{side}_pitch"]) for side in ("dst", "src")]
-                bases = [int(table[f"{side}_bases"][layer]) for side in ("dst", "src")]
-                self.note(bases[0] + at[0], bases[1] + at[1], int(table["width"]))
-        return 1
-
-    def note(self, dst: int, src: int, size: int) -> None:
-        for i in range(0, size, 64):
-            assert dst + i not in self.moved, "twice"
-            self.moved[dst + i] = src + i
+    def _copy(self, stream: int, towards: CopyDirection | None, found: list[Piece], entries: int) -> None:
+        for dst, src, size in found:
+            for i in range(0, size, 64):
+                assert dst + i not in self.moved, "twice"
+                self.moved[dst + i] = src + i
 
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:
@@ -336,6 +317,7 @@ def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
             dst, src = (np.sort(rng.permutation(64)[:count]).astype(np.intp) for _ in range(2))
             r = rows(dst, src, layers=layers, dst_pitch=distance)
             driver = Written()
+            driver.moved = {}
             drivers.append(driver)
             for call in RowPaths(r, settings, layers).calls(driver, 7):
                 call()
@@ -343,44 +325,29 @@ def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
                 int(b) + int(i) * distance: int(c) + int(j) * 64
                 for b, c in zip(r.dst.bases, r.src.bases, strict=True) for i, j in zip(dst, src, strict=True)
             }  # fmt: skip
-            assert driver.launched <= (settings is not DMA)
+            assert driver.calls["launch"] <= (settings is not DMA)
 
 
 # registrations
 
 
-class Strict(SimulatedCuda):
-    """Refuses a copy whose side on the host lies in two registrations, as the real driver does."""
-
-    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
-        host = spans.dst if towards is OUT else spans.src
-        for start, size in zip(host.tolist(), spans.size.tolist(), strict=True):
-            self.whole(start, start + size)
-        return super().copy(stream, towards, spans)
-
-    def whole(self, start: int, stop: int) -> None:
-        if not any(a <= start and stop <= a + n for a, n in self.pinned.items()):
-            self.problems.append("a copy lies in two registrations")
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_no_piece_lies_in_two_registrations(
-    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch, settings: CudaSettings, layers: int
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, settings: CudaSettings, layers: int
 ) -> None:
-    """Pages of 3 KiB, pinned 8 at a time, in runs that go across several edges."""
+    """Pages of 3 KiB, pinned 8 at a time, in runs that go across several edges. The driver would tell of one that does,
+    as the real one does."""
     monkeypatch.setattr(pinned, "CHUNK", 30 << 10)
-    drivers.append(Strict())
-    device = CudaDevice(drivers[-1], settings=settings)
+    device = simulated_device(settings=settings)
     mover = Mover(device, [pool(size=3 << 10, layers=layers)])
-    assert sorted(drivers[-1].pinned.values()) == [24 << 10] * 6
+    assert sorted(driver_of(device).pinned.values()) == [24 << 10] * 6
     fill_device(mover)
     pages = list(range(29))
     await mover.backup([move(pages, [p + 3 for p in pages])]).wait()
     assert all(host_page(mover, "full", p + 3) == device_page(mover, "full", p) for p in pages)
     await mover.load([move([p + 3 for p in pages], [p + 1 for p in pages])]).done.wait()
     assert all(host_page(mover, "full", p + 3) == device_page(mover, "full", p + 1) for p in pages)
-    await device.aclose()
 
 
 def test_runs_end_where_a_registration_ends() -> None:
@@ -447,20 +414,11 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
         CudaSettings(**wrong)  # type: ignore[arg-type]
 
 
-async def test_the_kernel_takes_as_many_blocks_as_it_may(drivers: list[SimulatedCuda]) -> None:
-    taken: list[int] = []
-
-    class Counting(SimulatedCuda):
-        def launch(self, stream: int, table: Table, blocks: int) -> int:
-            taken.append(blocks)
-            return super().launch(stream, table, blocks)
-
-    drivers.append(Counting())
-    device = CudaDevice(drivers[-1], settings=CudaSettings(blocks=13))
-    mover = Mover(device, [pool(device_pages=128, host_pages=128)])
+async def test_the_kernel_takes_as_many_blocks_as_it_may(simulated_device: Make) -> None:
+    device = simulated_device(settings=CudaSettings(blocks=13))
+    mover, taken = Mover(device, [pool(device_pages=128, host_pages=128)]), driver_of(device).blocks
     await mover.load([move(list(range(0, 80, 2)), list(range(40)))]).done.wait()
     assert taken == [13] * mover.layers
     taken.clear()
     await mover.clone([move(list(range(0, 80, 2)), list(range(1, 81, 2)))]).wait()
     assert set(taken) == {choosing_paths.BLOCKS_WITHIN}, "within the device memory is much faster"
-    await device.aclose()

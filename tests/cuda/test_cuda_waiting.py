@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from asynccache.memory.cuda.streams import APART, CAP, CudaStream
 from asynccache.memory.device import CopyDirection, Event
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
+from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, parts, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.cuda.test_cuda_cache import Worker
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -45,9 +45,7 @@ def scattered(pages: int, seed: int = 0) -> Move:
 
 async def test_waits_too_leave_room_in_the_drivers_queue(simulated_device: Make) -> None:
     """One for each request that an engine has released before a load: the engine is busy for long."""
-    device = simulated_device()
-    mover, driver, engine = Mover(device, [pool()]), driver_of(device), SimulatedEngine(device)
-    fill_device(mover)
+    _, driver, mover, engine = filled(simulated_device)
     driver.hold(engine.handle)
     engine.write(layers_of(mover, 1), 1)
     load = mover.load([move([0], [0])], [engine.stream.record() for _ in range(1500)]).done
@@ -81,8 +79,7 @@ async def test_the_drivers_queue_is_never_full(simulated_device: Make, batches: 
 async def test_an_engine_whose_stream_is_full_holds_up_nobody_but_itself(simulated_device: Make) -> None:
     """It is held in the driver's call, which lasts as long as its stream's work. Meanwhile the loop awaits events of
     the copy's stream, and a handle that is in the driver's hands is not used again."""
-    device = simulated_device(depth=64)
-    mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
+    _, mover, engine = parts(simulated_device, depth=64)
     driver = engine.driver
     driver.hold(engine.handle)
     for _ in range(64):
@@ -117,9 +114,8 @@ def blocked(driver: SimulatedCuda) -> None:
 
 async def test_the_loop_goes_on_while_somebody_holds_the_drivers_lock(simulated_device: Make) -> None:
     """To pin 100 GiB, or to load a module, takes that long. Copies are asked for and events awaited meanwhile."""
-    device = simulated_device()
-    mover = Mover(device, [pool()])
-    with driver_of(device).locked():
+    _, mover, engine = parts(simulated_device)
+    with engine.driver.locked():
         began = time.monotonic()
         events = [mover.backup([move([i], [i])]) for i in range(8)]
         waiting = [asyncio.create_task(event.wait()) for event in events]
@@ -132,8 +128,7 @@ async def test_the_loop_goes_on_while_somebody_holds_the_drivers_lock(simulated_
 
 async def test_a_forked_child_is_told_that_its_streams_do_nothing(simulated_device: Make) -> None:
     """Their threads are not there, so an event of such a stream would never fire."""
-    device = simulated_device()
-    mover = Mover(device, [pool()])
+    _, mover, _ = parts(simulated_device)
     seen, told = os.pipe()
     child = os.fork()
     if not child:
@@ -201,9 +196,8 @@ async def test_a_stream_is_given_back_when_nothing_is_in_it_any_more(simulated_d
 
 
 async def test_an_error_of_the_device_fails_all_that_is_in_flight_and_all_that_follows(simulated_device: Make) -> None:
-    device = simulated_device(break_at=2)
-    mover, driver = Mover(device, [pool()]), driver_of(device)
-    engine = SimulatedEngine(device)
+    device, mover, engine = parts(simulated_device, break_at=2)
+    driver = engine.driver
     driver.pause()
     backups = [mover.backup([move([i], [i])]) for i in range(20)]
     load = mover.load([move([40], [9])])
@@ -243,10 +237,7 @@ async def test_pools_that_nobody_has_any_more_stay_until_the_device_has_let_go(s
 
 
 async def test_closing_ends_threads_and_streams_and_lets_transfers_finish(simulated_device: Make) -> None:
-    device = simulated_device()
-    mover, driver = Mover(device, [pool()]), driver_of(device)
-    engine = SimulatedEngine(device)
-    fill_device(mover)
+    device, driver, mover, engine = filled(simulated_device)
     driver.pause()
     backups = [mover.backup([move([i], [i])]) for i in range(31)]
     gate = device.gate()
@@ -292,11 +283,11 @@ async def test_an_event_that_has_fired_holds_no_stream(simulated_device: Make) -
 # Errors of the driver, passing and lasting ones: who is told of them, when, and what goes on.
 
 
-def parts(make: Make, **options: object) -> tuple[CudaDevice, SimulatedCuda, Mover]:
-    device = make(settings=DMA, **options)
-    mover = Mover(device, [pool()])
+def filled(make: Make) -> tuple[CudaDevice, SimulatedCuda, Mover, SimulatedEngine]:
+    """All by the copy engines."""
+    device, mover, engine = parts(make, settings=DMA)
     fill_device(mover)
-    return device, driver_of(device), mover
+    return device, engine.driver, mover, engine
 
 
 async def fires(event: Event) -> BaseException | None:
@@ -330,8 +321,7 @@ async def test_a_wait_that_is_refused_is_raised_where_the_engine_asked_for_it(
     simulated_device: Make, code: int | None
 ) -> None:
     """Its stream is not held: whoever reads on would read pages before they are there."""
-    device, driver, mover = parts(simulated_device)
-    engine = SimulatedEngine(device)
+    device, driver, mover, engine = filled(simulated_device)
     driver.hold(mover._loads.handle)  # type: ignore[attr-defined]
     load = mover.load([move([1], [2])])
     submitted(load.done)
@@ -352,8 +342,7 @@ async def test_a_wait_that_is_refused_is_raised_where_the_engine_asked_for_it(
 async def test_an_event_that_is_refused_is_raised_where_the_engine_asked_for_it(
     simulated_device: Make, call: str
 ) -> None:
-    device, driver, mover = parts(simulated_device)
-    engine = SimulatedEngine(device)
+    device, driver, mover, engine = filled(simulated_device)
     driver.refuse(call, 901)
     with pytest.raises(DriverError, match=r"refused \(901\)"):
         engine.stream.record()
@@ -365,8 +354,7 @@ async def test_an_event_that_is_refused_is_raised_where_the_engine_asked_for_it(
 async def test_a_stream_that_is_captured_in_a_graph_is_told_so_and_nothing_goes_into_the_graph(
     simulated_device: Make
 ) -> None:
-    device, driver, mover = parts(simulated_device)
-    engine = SimulatedEngine(device)
+    device, driver, mover, engine = filled(simulated_device)
     driver.captured.add(engine.handle)
     before = driver.calls["event_record"], driver.calls["stream_wait_event"]
     load = mover.load([move([0], [0])]).done
@@ -385,8 +373,7 @@ async def test_what_an_engine_did_to_its_own_event_fails_that_event_alone(
 ) -> None:
     """One that was recorded in a graph never happens, and the driver says so each time."""
     monkeypatch.setattr(cuda_events, "PATIENCE", (0.0, 0.0))
-    device, driver, mover = parts(simulated_device)
-    engine = SimulatedEngine(device)
+    device, driver, mover, engine = filled(simulated_device)
     driver.refuse("event_synchronize", 907, times=2)
     captured = engine.stream.record()
     assert "907" in str(await fires(captured))
@@ -402,7 +389,7 @@ async def test_what_an_engine_did_to_its_own_event_fails_that_event_alone(
 async def test_an_error_after_which_a_context_does_nothing_is_the_end_of_the_device(
     simulated_device: Make, code: int
 ) -> None:
-    device, driver, mover = parts(simulated_device)
+    device, driver, mover, _ = filled(simulated_device)
     driver.refuse("event_record", code)
     assert str(code) in str(await fires(mover.backup([move([0], [0])])))
     assert device.failure is not None
@@ -416,7 +403,7 @@ async def test_a_batch_whose_event_is_refused_fails_when_the_device_has_let_go_o
     simulated_device: Make, call: str, code: int | None
 ) -> None:
     """Whoever is told earlier gives the pages to somebody else while the copy still writes them."""
-    device, driver, mover = parts(simulated_device)
+    device, driver, mover, _ = filled(simulated_device)
     memory = set(driver.pinned)
     driver.pause()
     driver.refuse(call, error=DriverError("not now", code), times=2)
@@ -441,7 +428,8 @@ async def test_a_batch_whose_event_is_refused_fails_when_the_device_has_let_go_o
 @pytest.mark.parametrize("events", [True, False], ids=["with its events", "alone"])
 async def test_a_batch_that_is_refused_half_way_keeps_its_pages(simulated_device: Make, events: bool) -> None:
     """Until the device has let go of them: whoever is told of the failure gives them to somebody else."""
-    device, driver, mover = parts(simulated_device, refuse_at=frozenset({1}))
+    device, driver, mover, _ = filled(simulated_device)
+    driver.refuse("copy", 1, after=1)
     driver.pause()
     if events:
         refuse_records(driver, from_the=2)
@@ -462,7 +450,7 @@ async def test_a_batch_that_is_refused_half_way_keeps_its_pages(simulated_device
 @pytest.mark.parametrize("refused", ["stream_wait_event", "event_record"])
 async def test_what_the_device_does_not_order_the_submitter_does(simulated_device: Make, refused: str) -> None:
     """The load writes the page that the backup reads: it may not begin before."""
-    device, driver, mover = parts(simulated_device)
+    device, driver, mover, _ = filled(simulated_device)
     wanted = device_page(mover, "full", 0)
     driver.pause()
     driver.refuse(refused, 901, times=2 if refused == "event_record" else 1)
@@ -482,7 +470,7 @@ async def test_a_driver_that_does_not_tell_for_a_while_is_asked_again(
 ) -> None:
     """While another thread captures a graph it refuses such calls, and nothing has failed."""
     monkeypatch.setattr(cuda_events, "PATIENCE", (0.001,) * 8)
-    device, driver, mover = parts(simulated_device)
+    device, driver, mover, _ = filled(simulated_device)
     driver.refuse("event_synchronize", 900, times=3)
     driver.refuse("event_query", 900, times=3)
     backups = [mover.backup([move([i], [i])]) for i in range(4)]
@@ -496,7 +484,7 @@ async def test_a_driver_that_never_tells_again_has_failed(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(cuda_events, "PATIENCE", (0.0, 0.0))
-    device, driver, mover = parts(simulated_device)
+    device, driver, mover, _ = filled(simulated_device)
     for call in ("event_synchronize", "event_query", "stream_synchronize"):
         driver.refuse(call, error=error, times=1 << 30)
     assert "does not tell" in str(await fires(mover.backup([move([0], [0])])))
@@ -506,20 +494,17 @@ async def test_a_driver_that_never_tells_again_has_failed(
 # threads that outlive errors
 
 
-def raising(error: Exception) -> Callable[[], None]:
-    def work() -> None:
-        raise error
-
-    return work
-
-
 @pytest.mark.parametrize("error", [DriverError("invalid argument", 1), ValueError("a bug")])
 async def test_work_that_raises_in_a_submitter_is_told_by_the_next_event(
     simulated_device: Make, error: Exception
 ) -> None:
     device = simulated_device()
     stream = device.stream("s")
-    stream.call(raising(error))
+
+    def work() -> None:
+        raise error
+
+    stream.call(work)
     assert await fires(stream.record()) is error
     assert await fires(stream.record()) is None
     assert device.failure is None
@@ -527,7 +512,7 @@ async def test_work_that_raises_in_a_submitter_is_told_by_the_next_event(
 
 @pytest.mark.parametrize("call", ["event_record", "event_create", "stream_wait_event"])
 async def test_a_bug_in_a_call_of_the_driver_ends_no_thread(simulated_device: Make, call: str) -> None:
-    _, driver, mover = parts(simulated_device)
+    _, driver, mover, _ = filled(simulated_device)
     driver.pause()
     first = mover.backup([move([0], [0])])
     submitted(first)
@@ -542,7 +527,7 @@ async def test_a_bug_in_a_call_of_the_driver_ends_no_thread(simulated_device: Ma
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_device_that_cannot_be_chosen_fails_what_is_asked_of_it(simulated_device: Make, times: int) -> None:
     """In the thread that waits, or in both."""
-    device, driver, _ = parts(simulated_device)
+    device, driver, *_ = filled(simulated_device)
     driver.refuse("use_device", 46, times=times)
     stream = device.stream("late")
     assert "46" in str(await fires(stream.record()))

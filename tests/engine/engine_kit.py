@@ -10,12 +10,14 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -137,13 +139,7 @@ class Served:
 
     async def empty_device(self) -> None:
         """Take every page of the device for a moment, so that whatever is cached leaves it."""
-        await settled(self.cache)
-        config = self.cache.config
-        slots = self.cache.statistics().device
-        states = slots["mamba"].capacity if "mamba" in slots else None
-        count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * config.page_size
-        async with self.cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
-            pass
+        await empty_device(self.cache)
 
     async def empty_host(self) -> None:
         """Publish other pages until nothing of what was there before is left on device or host."""
@@ -156,6 +152,16 @@ class Served:
                 checkpoint = (device, int(lease.states[1])) if self.model.layout.recurrent else None
                 await lease.commit(filler, checkpoint=checkpoint)
             await settled(self.cache)
+
+
+async def empty_device(cache: AsyncCache) -> None:
+    """Take every page of the device for a moment, so that whatever is cached leaves it."""
+    await settled(cache)
+    slots = cache.statistics().device
+    states = slots["mamba"].capacity if "mamba" in slots else None
+    count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * cache.config.page_size
+    async with cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
+        pass
 
 
 @cache
@@ -241,29 +247,54 @@ def paths(inherit: bool = True) -> str:
     return os.pathsep.join(own + [os.environ.get("PYTHONPATH", "")] * inherit)
 
 
-class Sharing:
-    """A child that serves prompts from ``url``, beside others that have the same store."""
+class Member:
+    """A child that answers: ``share FAMILY URL`` or ``rank``."""
 
-    def __init__(self, family: str, url: str) -> None:
-        self._process = warm.Popen([sys.executable, str(CHILD), "share", family, url], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, text=True, imports=warm.MODELS,
-                                   env=os.environ | {"PYTHONPATH": paths()})  # fmt: skip
+    def __init__(self, *words: str) -> None:
+        self.process = warm.Popen(
+            [sys.executable, "-W", "error", str(CHILD), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths()}, imports=warm.MODELS,
+        )  # fmt: skip
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def hear(self) -> str:
-        """Its next line."""
-        assert self._process.stdout is not None
-        line: str = self._process.stdout.readline()
-        return line.strip()
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
 
-    def ask(self, prompts: Sequence[list[int]]) -> None:
-        """Begin a turn; the answer is a line of JSON."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(prompts) + "\n")
-        self._process.stdin.flush()
+    def tell(self, job: Any) -> None:
+        """Begin a job, or a turn with prompts."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
 
-    def end(self) -> None:
-        """Wait until it has ended."""
-        self._process.communicate(timeout=60)
+    def hear(self, key: str, seconds: float) -> Any:
+        """The value of ``key`` in the next line that has it."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = json.loads(self._lines.get(timeout=max(0.0, end - time.monotonic())))
+            except Empty:
+                raise AssertionError(f"no {key} within {seconds} s; exit {self.process.poll()}") from None
+            if key in line:
+                return line[key]
+
+    def end(self, seconds: float = 60.0) -> int | None:
+        """Give the process no more jobs. Returns its exit status; None if it did not end by itself."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._reader.join()
+            self.process.stdout.close()
 
 
 @contextmanager

@@ -41,21 +41,22 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+           "qk_nope_head_dim": 8, "v_head_dim": 8}  # fmt: skip
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+           "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
+
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 2}),
     "mistral": ("MistralConfig", {"num_hidden_layers": 2, "sliding_window": WINDOW}),
-    "gpt_oss": ("GptOssConfig", {
-        "num_hidden_layers": 2, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
-    }),
+    "gpt_oss": ("GptOssConfig", {"num_hidden_layers": 2, "sliding_window": WINDOW, **_LOCAL}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
     "mamba2": ("Mamba2Config", {
         "num_hidden_layers": 2, "num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8,
     }),
     "deepseek_v32": ("DeepseekV32Config", {
-        "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 6,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        **_LATENT, **_ROUTED, "num_hidden_layers": 2, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 6,
     }),
     "gemma3n": ("Gemma3nTextConfig", {
         "num_hidden_layers": 4, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -76,22 +77,13 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**_SSM, "attn_layer_indices": [1]}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "cohere2": ("Cohere2Config", _MIXED),
-    "deepseek_v3": ("DeepseekV3Config", {
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    }),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_ROUTED}),
     "falcon_mamba": ("FalconMambaConfig", {"state_size": 8}),
     "gemma2": ("Gemma2Config", _MIXED),
-    "glm4_moe": ("Glm4MoeConfig", {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "n_shared_experts": 1,
-    }),
+    "glm4_moe": ("Glm4MoeConfig", _ROUTED),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     "gpt_neox": ("GPTNeoXConfig", {}),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", {
-        **_SSM, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
-    }),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {**_SSM, **_LOCAL, "layer_types": ["mamba", "attention"]}),
     "jamba": ("JambaConfig", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "num_experts": 4, "num_experts_per_tok": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4,

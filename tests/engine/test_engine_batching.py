@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attention
+from asynccache_hf import ContinuousBatching, Counts, attention
 from asynccache_shim import Finish, Scheduler
 
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine.engine_kit import Sharing, held_back, model_of, open_caches, prompt, settled
+from tests.engine.engine_kit import Member, empty_device, held_back, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 from tests.waiting import until
 
@@ -36,7 +36,6 @@ those that are computed request by request: recurrent states and convolutions, l
 shared layers, chunks."""
 NEW = 6
 SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024, "step_tokens": 40}
-NAMED: dict[str, Any] = {**SIZES, "name": "llama"}
 
 
 def texts() -> list[list[int]]:
@@ -81,26 +80,20 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("asynccache-batching")}
 
 
-def empty_device(batching: ContinuousBatching | PrefixCache) -> None:
-    async def taken() -> None:
-        await settled(batching._cache)
-        slots = batching._cache.statistics().device
-        states = slots["mamba"].capacity if "mamba" in slots else None
-        count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * batching._layout.page_size
-        async with batching._cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
-            pass
-
-    batching._loop.call(taken())
+@contextmanager
+def serving(family: str = "llama", **sizes: Any) -> Iterator[ContinuousBatching]:
+    """Whatever is done with it: nothing is held afterwards, and its threads have ended."""
+    before = threads()
+    with ContinuousBatching(model_of(family), **{**SIZES, "name": family, **sizes}) as opened:
+        yield opened
+        sound(opened)
+    assert threads() <= before
 
 
 @pytest.fixture
 def llama() -> Iterator[ContinuousBatching]:
-    """Whatever a test does with it: nothing is held afterwards, and its threads have ended."""
-    before = threads()
-    with ContinuousBatching(model_of("llama"), **NAMED) as opened:
+    with serving() as opened:
         yield opened
-        sound(opened)
-    assert threads() <= before
 
 
 @pytest.mark.parametrize(("family", "size"), [(family, 16 if i % 3 == 1 else 8) for i, family in enumerate(FAMILIES)])
@@ -108,34 +101,31 @@ def test_the_same_tokens_from_every_tier(family: str, size: int, tmp_path: Path)
     """Cold, from the device, the host, and by another cache from a store."""
     asked, url = texts(), f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
     right, whole = all_wanted(family, asked), sum((len(each) - 1) // size * size for each in asked)
-    sizes = {**SIZES, "page_size": size, "name": f"{family}-{size}", "storage": url}
-    with ContinuousBatching(model_of(family), **sizes) as batching:
+    sizes = {"page_size": size, "name": f"{family}-{size}", "storage": url}
+    with serving(family, **sizes) as batching:
         assert made(batching, asked) == right
         cold = batching.counts
         assert (cold.prompt, cold.host, cold.storage) == (sum(map(len, asked)), 0, 0)
         assert made(batching, asked) == right
         assert batching.counts.device - cold.device == whole
-        empty_device(batching)
+        batching.ask(empty_device)
         before = batching.counts
         assert made(batching, asked) == right
         assert batching.counts.host > before.host
-        sound(batching)
-    with ContinuousBatching(model_of(family), **sizes) as batching:
+    with serving(family, **sizes) as batching:
         assert made(batching, asked[-1:]) == right[-1:]
         assert batching.counts == Counts(len(asked[-1]), 0, 0, (len(asked[-1]) - 1) // size * size)
-        sound(batching)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_new_process_finds_what_this_one_stored(family: str, tmp_path: Path) -> None:
     url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
-    with ContinuousBatching(model_of(family), page_size=8, name=family, storage=url) as batching:
+    with serving(family, storage=url) as batching:
         made(batching, [prompt(45)])
-    child = Sharing(family, url)
-    assert child.hear() == "ready"
-    child.ask([prompt(45)])
-    assert json.loads(child.hear()) == [[wanted(family, tuple(prompt(45))), [0, 0, 40]]]
-    child.end()
+    child = Member("share", family, url)
+    child.tell([prompt(45)])
+    assert child.hear("answer", 120) == [[wanted(family, tuple(prompt(45))), [0, 0, 40]]]
+    assert child.end() == 0
 
 
 def test_a_second_turn_hits_the_answer_of_the_first(llama: ContinuousBatching) -> None:
@@ -152,23 +142,20 @@ def test_a_second_turn_hits_the_answer_of_the_first(llama: ContinuousBatching) -
 def test_under_pressure_requests_wait_and_none_fails(family: str) -> None:
     """There is room for two at a time, and a host for less than all."""
     asked = [[*prompt(20 + i, seed=i % 3), *prompt(3, seed=20 + i)] for i in range(14)]
-    sizes = {**SIZES, "device_tokens": 88, "host_tokens": 160, "name": family}
-    with ContinuousBatching(model_of(family), **sizes) as batching:
+    with serving(family, device_tokens=88, host_tokens=160) as batching:
         for _ in range(2):
             assert made(batching, asked) == all_wanted(family, asked)
-        sound(batching)
 
 
 def test_what_never_fits_fails_alone() -> None:
     asked = [prompt(20), prompt(100), prompt(20, seed=1)]
-    with ContinuousBatching(model_of("llama"), **{**NAMED, "device_tokens": 64}) as batching:
+    with serving(device_tokens=64) as batching:
         done = batching.generate_batch(asked, max_new_tokens=NEW, eos_token_id=-1)
         assert isinstance(done[1].error, CacheFull)
         assert done[1].finish is Finish.FAILED
         assert [done[0].output, done[2].output] == all_wanted("llama", [asked[0], asked[2]])
         with pytest.raises(CacheFull):
             batching.add_request(prompt(100), max_new_tokens=2).result(20)
-        sound(batching)
 
 
 def test_a_load_that_failed_is_computed(llama: ContinuousBatching, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +179,9 @@ def test_a_store_that_is_broken_is_computed_around(tmp_path: Path) -> None:
             for file in tmp_path.rglob("*"):
                 if file.is_file() and file.stat().st_size > 4096:
                     file.write_bytes(b"\xa5" * file.stat().st_size)
-        with ContinuousBatching(model_of("llama"), **NAMED, storage=url) as batching:
+        with serving(storage=url) as batching:
             assert made(batching, texts()) == all_wanted("llama", texts())
             assert batching.counts.storage == 0
-            sound(batching)
 
 
 # readers and callers
@@ -250,7 +236,7 @@ def test_namespaces_share_nothing(llama: ContinuousBatching) -> None:
 def test_sampling_is_of_a_request() -> None:
     settings = transformers.GenerationConfig(do_sample=True, temperature=1.5, top_k=50, max_new_tokens=NEW,
                                              eos_token_id=-1)  # fmt: skip
-    with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings, seed=3) as batching:
+    with serving(generation_config=settings, seed=3) as batching:
         free, sure = batching.add_request(prompt(45)), batching.add_request(prompt(45), top_k=1)
         assert sure.result(20) == wanted("llama", tuple(prompt(45)))
         assert free.result(20) != sure.result()
@@ -264,7 +250,7 @@ def test_the_seed_of_all_draws_the_same_for_the_same_requests_in_the_same_order(
     settings = transformers.GenerationConfig(do_sample=True, max_new_tokens=20, eos_token_id=-1)
     drawn = []
     for seed in (3, 3, 4):
-        with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings, seed=seed) as batching:
+        with serving(generation_config=settings, seed=seed) as batching:
             drawn.append([each.result() for each in batching.generate_batch([prompt(45), prompt(45)])])
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0][0] != drawn[0][1]
@@ -319,7 +305,7 @@ def test_if_the_scheduler_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch
     async def broken(self: Any) -> bool:
         raise MemoryError("no more")
 
-    with ContinuousBatching(model_of("llama"), **NAMED) as batching:
+    with serving() as batching:
         with held_back(batching._model):
             request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
             next(iter(request))
@@ -329,7 +315,6 @@ def test_if_the_scheduler_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(CacheClosed, match="the scheduler is closed"):
             batching.add_request(prompt(20)).result(20)
         assert batching.closed == "the scheduler has ended: MemoryError('no more')"
-        sound(batching)
 
 
 def test_closed_it_takes_no_requests_and_leaves_nothing() -> None:
@@ -353,7 +338,7 @@ def test_closed_it_takes_no_requests_and_leaves_nothing() -> None:
 
 
 def test_a_request_that_is_aborted_while_the_cache_closes_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    batching = ContinuousBatching(model_of("llama"), **SIZES, name="llama")
+    batching = ContinuousBatching(model_of("llama"), name="llama")
     request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
     next(iter(request))
     soon = request._soon
@@ -417,8 +402,7 @@ def test_what_cannot_be_is_refused_by_name(llama: ContinuousBatching, given: dic
                                                ("top_k", 1.5), ("top_p", 1.5), ("seed", "x")])  # fmt: skip
 def test_a_value_of_sampling_that_is_none_is_refused(option: str, value: float) -> None:
     settings = transformers.GenerationConfig(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)
-    with (ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching,
-          pytest.raises(ConfigError, match=option)):  # fmt: skip
+    with serving(generation_config=settings) as batching, pytest.raises(ConfigError, match=option):
         batching.add_request(prompt(5), max_new_tokens=2, **{option: value})  # type: ignore[arg-type]
 
 
@@ -435,7 +419,7 @@ def test_a_setting_that_generate_follows_and_this_does_not_is_refused_by_its_nam
         setattr(settings, name, value)
     said = f"generation_config.{name}={value!r}" if name != "max_time" else "generation_config.max_time"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings)
+        ContinuousBatching(model_of("llama"), name="llama", generation_config=settings)
 
 
 def test_a_reader_whose_loop_was_closed_ends_nothing(llama: ContinuousBatching) -> None:
@@ -455,7 +439,7 @@ def test_a_reader_whose_loop_was_closed_ends_nothing(llama: ContinuousBatching) 
 
 
 def test_a_question_beside_a_close_is_refused_and_everybody_who_closes_returns() -> None:
-    batching, told = ContinuousBatching(model_of("llama"), **NAMED), []
+    batching, told = ContinuousBatching(model_of("llama"), name="llama"), []
 
     async def endless(cache: AsyncCache) -> None:
         await asyncio.sleep(3600)
@@ -517,7 +501,7 @@ def test_max_time_ends_a_request_after_the_token_that_came_too_late(together: bo
         usual = [model_of("llama").generate(torch.tensor([each]), generation_config=settings, eos_token_id=-1)
                  [0, len(each) :].tolist() for each in asked]  # fmt: skip
         assert [len(each) for each in usual] == [1 if most == 0 else NEW] * 2
-        with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching:
+        with serving(generation_config=settings) as batching:
             if together:
                 done = batching.generate_batch(asked, eos_token_id=-1)
             else:
@@ -525,12 +509,11 @@ def test_max_time_ends_a_request_after_the_token_that_came_too_late(together: bo
             assert [each.result(60) for each in done] == usual
             assert [each.finish for each in done] == [Finish.LENGTH] * 2
             assert batching.ask(lambda cache: cache.match([*asked[0], 1])).device == 40
-            sound(batching)
 
 
 def test_time_that_is_up_while_a_request_decodes_ends_it_with_what_it_has() -> None:
     settings = transformers.GenerationConfig(max_new_tokens=400, max_time=0.4, do_sample=False)
-    with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching:
+    with serving(generation_config=settings) as batching:
         hook = batching._model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
         try:
             request = batching.add_request(prompt(16), eos_token_id=-1)
@@ -540,7 +523,6 @@ def test_time_that_is_up_while_a_request_decodes_ends_it_with_what_it_has() -> N
         assert request.finish is Finish.LENGTH
         assert 1 <= len(text) <= 9  # a step takes at least 0.05 s
         assert text == wanted("llama", tuple(prompt(16)), 12)[: len(text)]
-        sound(batching)
 
 
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:

@@ -92,24 +92,27 @@ def test_only_the_logits_that_are_compared_are_computed(family: str) -> None:
 # refusals
 
 
-def test_a_cache_class_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(DynamicLayer):  # type: ignore[misc]
-        pass
-
-    monkeypatch.setitem(transformers.cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", Odd)
-    with pytest.raises(ConfigError, match="layer 0: Odd is no cache class"):
-        describe(model_of("qwen3"), 8)
+class OddLayer(DynamicLayer):  # type: ignore[misc]
+    pass
 
 
-def test_a_window_that_keeps_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class More(DynamicSlidingWindowLayer):  # type: ignore[misc]
-        def __init__(self, sliding_window: int, **options: Any) -> None:
-            super().__init__(sliding_window, **options)
-            self.compress_rate = 4
+class MoreLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """It keeps something beside its window."""
 
-    monkeypatch.setitem(transformers.cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "sliding_attention", More)
-    with pytest.raises(ConfigError, match="layer 0: More is no cache class"):
-        describe(model_of("gemma3"), 8)
+    def __init__(self, sliding_window: int, **options: Any) -> None:
+        super().__init__(sliding_window, **options)
+        self.compress_rate = 4
+
+
+@pytest.mark.parametrize(("family", "kind", "made"), [
+    ("qwen3", "full_attention", OddLayer), ("gemma3", "sliding_attention", MoreLayer),
+])
+def test_a_cache_class_that_nobody_knows_is_refused(
+    monkeypatch: pytest.MonkeyPatch, family: str, kind: str, made: type
+) -> None:
+    monkeypatch.setitem(transformers.cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, kind, made)
+    with pytest.raises(ConfigError, match=f"layer 0: {made.__name__} is no cache class"):
+        describe(model_of(family), 8)
 
 
 def test_a_model_that_keeps_something_elsewhere_is_refused() -> None:
@@ -255,11 +258,14 @@ def test_no_name_is_hidden_by_a_module() -> None:
         _ = asynccache_hf.nothing
 
 
-def test_without_transformers_a_name_says_what_brings_it() -> None:
-    """By a command that works beside an installed package and in a clone."""
-    done = python("sys.modules['transformers'] = None; import asynccache_hf; print('imported'); asynccache_hf.describe")
+@pytest.mark.parametrize(("absent", "says"), [
+    ("transformers", "needs transformers"),                             # what brings it, beside a package or in a clone
+    ("transformers.cache_utils", "needs another version of transformers"),  # transformers itself is installed
+])
+def test_without_transformers_or_a_module_of_it_a_name_says_what_brings_it(absent: str, says: str) -> None:
+    done = python(f"sys.modules[{absent!r}] = None; import asynccache_hf; print('imported'); asynccache_hf.describe")
     assert done.stdout == "imported\n"
-    assert done.stderr.splitlines()[-1].endswith(f"asynccache_hf needs transformers: pip install '{WANTED}'")
+    assert done.stderr.splitlines()[-1].endswith(f"asynccache_hf {says}: pip install '{WANTED}'")
 
 
 def test_with_an_older_transformers_a_name_says_which_one_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,12 +282,6 @@ def test_without_transformers_own_continuous_batching_everything_is_there() -> N
     """Nothing of it is used, so no later version of it breaks anything."""
     folder = ROOT / "scheduler_shim" / "asynccache_hf"
     assert not [file.name for file in folder.glob("*.py") if "continuous_batching" in file.read_text()]
-
-
-def test_a_module_of_transformers_that_is_not_there_is_another_version() -> None:
-    """transformers itself is installed."""
-    done = python("sys.modules['transformers.cache_utils'] = None; import asynccache_hf; asynccache_hf.describe")
-    assert done.stderr.splitlines()[-1].endswith(f"needs another version of transformers: pip install '{WANTED}'")
 
 
 def test_the_oldest_version_that_is_named_is_the_one_of_the_gate() -> None:

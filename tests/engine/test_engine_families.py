@@ -82,7 +82,6 @@ async def six_at_once(engine: Served, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("family", ALL)
-@pytest.mark.asyncio
 async def test_from_every_tier_and_six_at_once(family: str, tmp_path: Path) -> None:
     size = fitting(family)[ALL.index(family) % len(fitting(family))]
     whole, url = LENGTH // size * size, f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
@@ -102,7 +101,6 @@ SMALL = {"deepseek_v4": (4, 16, 32), "qwen3": (1, 2), "gemma3": (1, 2), "falcon_
 @pytest.mark.parametrize(("family", "sizes"), [
     *SMALL.items(), *(pytest.param(family, fitting(family), marks=pytest.mark.soak) for family in ALL),
 ])  # fmt: skip
-@pytest.mark.asyncio
 async def test_pages_of_every_size(family: str, sizes: tuple[int, ...]) -> None:
     for size in sizes:
         async with served(family, page_size=size) as engine:
@@ -163,7 +161,6 @@ class Remembering(WrappedBackend):
 
 
 @pytest.mark.parametrize(("family", "pool"), POOLS)
-@pytest.mark.asyncio
 async def test_a_page_that_one_pool_has_lost_ends_the_hit_before_it(family: str, pool: str) -> None:
     """The last page; and one in the middle, where every page is needed."""
     storage, pages = Remembering(), 61 // PAGE
@@ -184,7 +181,6 @@ async def test_a_page_that_one_pool_has_lost_ends_the_hit_before_it(family: str,
 
 
 @pytest.mark.parametrize("family", LONGEST)
-@pytest.mark.asyncio
 async def test_what_is_longer_than_a_prefix_keeps_its_meaning_is_refused(family: str) -> None:
     """The reference is right there; a key of the shorter regime in it would not be."""
     limit = LONGEST[family]

@@ -3,7 +3,6 @@ token."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +23,15 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Fates, Faults, Hitch
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.engine.engine_kit import Sharing, at_once, counted, held_back, model_of, prompt, settled
-from tests.engine.test_engine_batching import NAMED, NEW, all_wanted, empty_device, made, sound, texts, wanted
+from tests.engine.engine_kit import Member, at_once, counted, empty_device, held_back, model_of, prompt, settled
+from tests.engine.test_engine_batching import NEW, all_wanted, made, serving, texts, wanted
 from tests.engine.test_engine_prefix import GIVEN, LENGTH, rows_of
 from tests.stores.object_server import MotoServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow(0.5)
 
-AHEAD: dict[str, Any] = {"page_size": 8, "device_tokens": 2048, "host_tokens": 2048, "step_tokens": 40}
+AHEAD: dict[str, Any] = {"device_tokens": 2048, "host_tokens": 2048}
 SHARED = prompt(100, seed=11)
 TWINS = [[*SHARED, *prompt(3 + i, seed=20 + i)] for i in range(6)]
 
@@ -72,16 +71,15 @@ def store(on: Callable[..., None]) -> Held:
     """In which a prompt is stored."""
     held = Held()
     on(storage=held)
-    with ContinuousBatching(model_of("llama"), **NAMED) as first:
+    with serving() as first:
         made(first, [prompt(45)])
-        first._loop.call(settled(first._cache))
     return held
 
 
 def test_a_load_that_takes_long_stops_no_step_of_the_others(store: Held) -> None:
     """Nor does it stop another load's request, or one that comes later."""
     others = [prompt(20 + i, seed=40 + i) for i in range(3)]
-    with ContinuousBatching(model_of("llama"), **NAMED, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE) as batching:
+    with serving(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE) as batching:
         running = batching.add_request(others[0], max_new_tokens=60, eos_token_id=-1)
         store.asked.clear()
         store.go.clear()
@@ -95,11 +93,10 @@ def test_a_load_that_takes_long_stops_no_step_of_the_others(store: Held) -> None
             store.go.set()
         assert slow.result(20) == wanted("llama", tuple(prompt(45)))
         assert slow.hits == (0, 0, 40)
-        sound(batching)
 
 
 def test_a_request_may_be_aborted_while_it_is_loaded(store: Held) -> None:
-    with ContinuousBatching(model_of("llama"), **NAMED, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE) as batching:
+    with serving(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE) as batching:
         store.go.clear()
         slow = batching.add_request(prompt(45), max_new_tokens=NEW, eos_token_id=-1)
         slow.abort()
@@ -108,7 +105,6 @@ def test_a_request_may_be_aborted_while_it_is_loaded(store: Held) -> None:
         store.go.set()
         ops = batching._cache.core.world.ledger.ops
         batching.ask(lambda cache: until(lambda: not ops))
-        sound(batching)
 
 
 # loads that fail
@@ -141,15 +137,14 @@ def the_next(copies: int) -> Callable[[], bool]:
 
 @pytest.mark.usefixtures("faulty")
 def test_a_load_that_fails_is_tried_again_by_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ContinuousBatching(model_of("llama"), **AHEAD, name="llama") as batching, counted(batching._model) as calls:
+    with serving(**AHEAD) as batching, counted(batching._model) as calls:
         assert made(batching, TWINS) == all_wanted("llama", TWINS)
-        empty_device(batching)
+        batching.ask(empty_device)
         calls.clear()
         with failing(monkeypatch, the_next(3)) as struck:
             assert made(batching, TWINS) == all_wanted("llama", TWINS)
         assert len(struck) > 6                         # all of them, and more than once
         assert sum(calls) < 96                         # and then it was there, on the host still
-        sound(batching)
 
 
 @pytest.mark.usefixtures("faulty")
@@ -157,15 +152,14 @@ def test_a_load_that_always_fails_is_the_error_of_who_wants_it_and_of_nobody_els
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     others = [prompt(40, seed=7), prompt(50, seed=8)]
-    with ContinuousBatching(model_of("llama"), **AHEAD, name="llama") as batching:
+    with serving(**AHEAD) as batching:
         made(batching, TWINS)
-        empty_device(batching)
+        batching.ask(empty_device)
         with failing(monkeypatch, lambda: True):
             done = batching.generate_batch([*TWINS, *others], max_new_tokens=NEW, eos_token_id=-1)
         assert [type(each.error) for each in done] == [LoadFailed] * len(TWINS) + [type(None)] * 2
         assert [each.output for each in done[-2:]] == all_wanted("llama", others)
         assert made(batching, TWINS) == all_wanted("llama", TWINS)
-        sound(batching)
 
 
 @pytest.mark.usefixtures("faulty")
@@ -173,7 +167,7 @@ def test_a_row_that_can_never_be_loaded_is_generated_without_the_cache(monkeypat
     model, text = model_of("llama"), rows_of(3)
     with PrefixCache(model, name="llama", page_size=8, device_tokens=512, host_tokens=1024) as cached:
         cached.generate(text, **GIVEN)
-        empty_device(cached)
+        cached.ask(empty_device)
         with failing(monkeypatch, lambda: True) as struck:
             assert cached.generate(text, **GIVEN).tolist() == model.generate(text, **GIVEN).tolist()
         assert struck
@@ -187,14 +181,13 @@ def test_a_row_that_can_never_be_loaded_is_generated_without_the_cache(monkeypat
 def test_whatever_copies_fail_the_tokens_stay(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that hit what cannot be loaded now come again; the others are not disturbed."""
     chance = Random(3)
-    with ContinuousBatching(model_of(family), **{**NAMED, "name": family}) as batching:
+    with serving(family) as batching:
         made(batching, texts())
         with failing(monkeypatch, lambda: chance.random() < 0.4) as struck:
             for _ in range(6):
-                empty_device(batching)
+                batching.ask(empty_device)
                 assert made(batching, texts()) == all_wanted(family, texts())
         assert struck
-        sound(batching)
 
 
 @pytest.mark.usefixtures("faulty")
@@ -204,7 +197,7 @@ def test_rows_whose_load_has_failed_are_what_generate_makes(family: str, monkeyp
     right = [model.generate(text[i : i + 1], **GIVEN)[0].tolist() for i in range(3)]
     with PrefixCache(model, name=family, page_size=8, device_tokens=512, host_tokens=1024) as cached:
         assert cached.generate(text, **GIVEN).tolist() == right
-        empty_device(cached)
+        cached.ask(empty_device)
         with failing(monkeypatch, the_next(2)) as struck:
             assert cached.generate(text, **GIVEN).tolist() == right
         assert struck
@@ -216,21 +209,18 @@ def test_rows_whose_load_has_failed_are_what_generate_makes(family: str, monkeyp
 
 @pytest.fixture
 def llama() -> Iterator[ContinuousBatching]:
-    with ContinuousBatching(model_of("llama"), **AHEAD, name="llama") as opened:
+    with serving(**AHEAD) as opened:
         yield opened
-        sound(opened)
 
 
 @pytest.mark.parametrize(("family", "step"), [("llama", 40), ("llama", 1000), ("mistral", 40), ("gpt_oss", 40)])
 def test_what_requests_share_is_computed_once_however_many_come(family: str, step: int) -> None:
     """Whether they would fit one step or not; the windows of mistral and gpt_oss are shorter than what is shared."""
-    sizes = {**AHEAD, "step_tokens": step, "name": f"{family}-ahead"}
-    with ContinuousBatching(model_of(family), **sizes) as batching, counted(batching._model) as calls:
+    with serving(family, **AHEAD, step_tokens=step) as batching, counted(batching._model) as calls:
         assert made(batching, TWINS) == all_wanted(family, TWINS)
         assert batching.counts.device == 5 * 96
         alone = sum(len(each) + NEW - 1 for each in TWINS)
         assert sum(calls) == alone - 5 * 96
-        sound(batching)
 
 
 def test_equal_prompts_compute_a_page_and_a_bit_each_but_the_first(llama: ContinuousBatching) -> None:
@@ -251,8 +241,7 @@ def test_each_waits_for_the_one_that_it_shares_most_with(llama: ContinuousBatchi
 
 
 def test_namespaces_do_not_wait_for_each_other() -> None:
-    sizes = {**AHEAD, "step_tokens": 1000, "name": "llama"}
-    with ContinuousBatching(model_of("llama"), **sizes) as batching, counted(batching._model) as calls:
+    with serving(**AHEAD, step_tokens=1000) as batching, counted(batching._model) as calls:
         with held_back(batching._model, 0) as (there, go):
             before = batching.add_request(prompt(5, seed=9), max_new_tokens=1)
             assert there.wait(20)
@@ -301,15 +290,14 @@ def test_when_the_one_ahead_fails_the_next_computes(llama: ContinuousBatching) -
 
 def test_one_ahead_that_never_fits_holds_up_nobody() -> None:
     asked = [[*SHARED, *prompt(300, seed=1)], *TWINS[:2]]
-    with ContinuousBatching(model_of("llama"), **{**AHEAD, "device_tokens": 256}, name="llama") as batching:
+    with serving(**{**AHEAD, "device_tokens": 256}) as batching:
         done = batching.generate_batch(asked, max_new_tokens=NEW, eos_token_id=-1)
         assert done[0].finish is Finish.FAILED
         assert [each.output for each in done[1:]] == all_wanted("llama", asked[1:])
-        sound(batching)
 
 
 def test_closed_it_ends_who_waits_for_another() -> None:
-    batching = ContinuousBatching(model_of("llama"), **AHEAD, name="llama")
+    batching = ContinuousBatching(model_of("llama"), page_size=8, step_tokens=40, name="llama")
     with held_back(batching._model, 1) as (there, go):
         requests = [batching.add_request(each, max_new_tokens=NEW, eos_token_id=-1) for each in TWINS]
         assert there.wait(20)
@@ -339,9 +327,8 @@ def test_processes_that_serve_at_the_same_time_share_one_store(monkeypatch: pyte
     with MotoServer() as server:
         for name, value in server.client_environment.items():
             monkeypatch.setenv(name, value)
-        processes = [Sharing("llama", f"{server.url}&refresh=0.02") for _ in range(2)]
+        processes = [Member("share", "llama", f"{server.url}&refresh=0.02") for _ in range(2)]
         try:
-            assert [process.hear() for process in processes] == ["ready"] * 2
             said = turn(processes, [[*common, *each] for each in own])
             for asked, answers in zip(own, said, strict=True):
                 assert [tokens for tokens, _ in answers] == all_wanted("llama", [*common, *asked])
@@ -353,8 +340,8 @@ def test_processes_that_serve_at_the_same_time_share_one_store(monkeypatch: pyte
                 process.end()
 
 
-def turn(processes: Sequence[Sharing], asked: Sequence[list[list[int]]]) -> list[Any]:
+def turn(processes: Sequence[Member], asked: Sequence[list[list[int]]]) -> list[Any]:
     """What each says to its prompts, asked all at once."""
     for process, prompts in zip(processes, asked, strict=True):
-        process.ask(prompts)
-    return [json.loads(process.hear()) for process in processes]
+        process.tell(prompts)
+    return [process.hear("answer", 120) for process in processes]

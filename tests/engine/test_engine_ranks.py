@@ -1,37 +1,29 @@
 """A real model on four processes, tp 2 x pp 2: the same tokens as on one rank, and hits of every tier on every stage.
 
-One rank is transformers' own Qwen3 under the engine; the four compute with a model written by hand, heads and layers
-cut up, out of the same weights: rank 0 with the scheduler, the others with ``follow``. No logit that decides is a near
-tie, which is asserted.
+One rank is transformers' own Qwen3 under the engine; the four compute with parts of it, heads and layers cut up, out of
+the same weights: rank 0 with the scheduler, the others with ``follow``. No logit that decides is a near tie, which is
+asserted.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from asynccache_hf import PagedModel, describe
-from asynccache_shim import Chunk, Limits, Request, Scheduler, SchedulerConfig
+from asynccache_hf import describe
+from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
-from tests import warm
-from tests.engine.engine_kit import prompt
+from tests.engine.engine_child import LAYERS, Answer
+from tests.engine.engine_kit import LIMIT, PAGE, Heard, Member, prompt
 from tests.engine.engine_models import make
-from tests.engine.engine_rank_child import PAGE, Answer
 
-LIMIT = 1e-4
 MARGIN = 0.01
 DEVICE, HOST = 40, 320
 TP2_PP2 = (2, 1, 2)
@@ -43,86 +35,24 @@ SLACK = 20.0  # a loaded machine; the model's own groups hold a call for twice t
 Rounds = list[list[tuple[list[int], int]]]
 
 
-class Model(PagedModel):
-    """Keeps the logits that it has drawn from."""
-
-    logits: dict[tuple[int, int], torch.Tensor]
-
-    def compute_all(self, chunks: Sequence[Chunk], keep: int = 1) -> list[torch.Tensor]:
-        made: list[torch.Tensor] = super().compute_all(chunks, keep)
-        pairs = zip(chunks, made, strict=True)
-        self.logits |= {(chunk.request_id, chunk.stop): rows[-1] for chunk, rows in pairs if chunk.sample}
-        return made
-
-
 @cache
 def reference() -> Any:
-    return make("qwen3", 29, num_hidden_layers=4)
+    return make("qwen3", 29, num_hidden_layers=LAYERS)
 
 
-async def on_one_rank(rounds: Rounds) -> tuple[list[list[int]], dict[tuple[int, int], torch.Tensor]]:
-    """Outputs, and the logits they were drawn from, by request and position."""
+Logits = dict[bytes, torch.Tensor]
+
+
+async def on_one_rank(rounds: Rounds) -> tuple[list[list[int]], Logits]:
+    """Outputs, and the logits that they were drawn from, by the tokens before."""
     layout = describe(reference(), PAGE)
     async with AsyncCache(layout.cache_config(device_tokens=DEVICE * PAGE, host_tokens=HOST * PAGE)) as one:
-        model = Model(reference(), layout, one.pools)
-        model.logits = {}
-        outputs = []
+        model, outputs = Heard(reference(), layout, one.pools), []
         async with Scheduler(one, model, SchedulerConfig(step_tokens=48, max_running=4)) as scheduler:
             for asked in rounds:
                 requests = [scheduler.submit(Request(tokens, Limits(new))) for tokens, new in asked]
                 outputs += [await request.done() for request in requests]
-        return outputs, model.logits
-
-
-class Member:
-    """One process, that runs the module ``program``."""
-
-    def __init__(self, program: str) -> None:
-        self.process = warm.Popen(
-            [sys.executable, "-W", "error", "-m", program],
-            cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, imports=warm.MODELS,
-        )  # fmt: skip
-        self._lines: SimpleQueue[str] = SimpleQueue()
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-
-    def tell(self, job: dict[str, Any]) -> None:
-        """Begin a job."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self, key: str, seconds: float) -> Any:
-        """The value of ``key`` in the next line that has it."""
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                line = json.loads(self._lines.get(timeout=max(0.0, end - time.monotonic())))
-            except Empty:
-                raise AssertionError(f"no {key} within {seconds} s; exit {self.process.poll()}") from None
-            if key in line:
-                return line[key]
-
-    def end(self, seconds: float = 60.0) -> int | None:
-        """Give the process no more jobs. Returns its exit status; None if it did not end by itself."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self._reader.join()
-            self.process.stdout.close()
+        return outputs, model.heard
 
 
 class Crew:
@@ -139,7 +69,7 @@ class Crew:
     def begin(self, rounds: Rounds, stores: str, **more: Any) -> None:
         self.jobs += 1
         fresh = [rank for rank in range(4) if rank not in self.members]
-        self.members |= {rank: Member("tests.engine.engine_rank_child") for rank in fresh}
+        self.members |= {rank: Member("rank") for rank in fresh}
         for rank in fresh:
             self.members[rank].hear("ready", STARTS)
         for rank, member in self.members.items():
@@ -154,7 +84,7 @@ class Crew:
     def answers(self, ranks: Sequence[int] = range(4)) -> list[Answer]:
         return [Answer(**self.members[rank].hear("answer", ENDS)) for rank in ranks]
 
-    def logits(self) -> dict[tuple[int, int], torch.Tensor]:
+    def logits(self) -> Logits:
         """Of the first rank of the last stage, which chooses."""
         return torch.load(self.folder / f"logits-{self.jobs}-2.pt")  # type: ignore[no-any-return]
 
@@ -187,12 +117,12 @@ def alike(answers: list[Answer]) -> None:
     assert len({answer.computed for answer in answers}) == 1
 
 
-def same_logits(theirs: dict[tuple[int, int], torch.Tensor], ours: dict[tuple[int, int], torch.Tensor]) -> None:
+def same_logits(theirs: Logits, ours: Logits) -> None:
     assert set(theirs) == set(ours)
-    for at, row in ours.items():
-        best = row.topk(2).values
-        assert best[0] - best[1] > MARGIN, f"a near tie at {at}: choose another seed"
-        assert (theirs[at] - row).abs().max() < LIMIT, at
+    for before, row in ours.items():
+        best = row[0].topk(2).values
+        assert best[0] - best[1] > MARGIN, f"a near tie after {len(before)} bytes of tokens: choose another seed"
+        assert (theirs[before] - row).abs().max() < LIMIT
 
 
 def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
@@ -201,7 +131,6 @@ def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.slow(10)
-@pytest.mark.asyncio
 async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_stage(crew: Crew) -> None:
     """A first turn, a second one that hits the device, others that push both off it, a third turn that hits the host;
     then new processes, and a fourth turn that hits storage."""

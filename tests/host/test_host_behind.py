@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,11 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, Unavailable
 from asynccache.host import behind as behind_module
-from asynccache.host.behind import StoresBehind
-from asynccache.host.memory import HostMemory
 from asynccache.host.server import HostServer
-from asynccache.host.takeover import take_over
-from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store
-from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
+from asynccache.storage import PageKey, Result
+from asynccache.testing.backend_suite import get_all, keys_of, page_key, put_all, record_of, same
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.host.host_kit import client, served, serving, socket_path
+from tests.host.host_kit import client, heir, opened, served, serving, socket_path
 from tests.waiting import turns, until
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -52,57 +50,45 @@ class Gate(WrappedBackend):
         self.down = self.after = False
         self.opened = asyncio.Event()
         self.asked: list[str] = []
+        for verb in ("exists", "get", "put", "delete", "clear"):
+            setattr(self, verb, partial(self._through, verb))
 
-    async def _pass(self, verb: str) -> None:
+    async def _through(self, verb: str, *given: Any) -> Any:
         self.asked.append(verb)
         if self.down:
             raise Unavailable("down")
         while verb in self.shut:
             self.opened.clear()
             await self.opened.wait()
+        found = await getattr(self.inner, verb)(*given)
+        while verb == "get" and self.after:
+            self.asked.append("read")
+            self.opened.clear()
+            await self.opened.wait()
+        return found
 
     def open_all(self) -> None:
         self.shut.clear()
         self.opened.set()
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._pass("exists")
-        return await self.inner.exists(keys)
-
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._pass("get")
-        results = await self.inner.get(keys, records)
-        while self.after:
-            self.asked.append("read")
-            self.opened.clear()
-            await self.opened.wait()
-        return results
-
-    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        await self._pass("delete")
-        return await self.inner.delete(keys)
-
-    async def clear(self) -> None:
-        await self._pass("clear")
-        await self.inner.clear()
-
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        await self._pass("put")
-        return await self.inner.put(keys, records)
-
 
 @asynccontextmanager
-async def gated(folders: Path, **more: Any) -> AsyncIterator[tuple[HostServer, Gate, HostBackend]]:
-    """A server with a gate before its store, and a client."""
+async def gated(
+    folders: Path, stored: Sequence[PageKey] = (), **more: Any
+) -> AsyncIterator[tuple[HostServer, Gate, HostBackend]]:
+    """A server with a gate before its store, and a client. ``stored``: pages that only the store has."""
     async with served(stores=[folder(folders)], **more) as (server, backend):
         store = store_of(server)
         gate = store.backend = Gate(store.backend)
+        await put_all(backend, stored)
+        await written(server)
+        server.table.clear()
+        gate.asked.clear()
         yield server, gate, backend
         gate.open_all()
         gate.down = False
 
 
-@pytest.mark.asyncio
 async def test_what_was_stored_survives_the_server_on_disk(tmp_path: Path) -> None:
     path = socket_path()
     keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(90)]  # sizes that the server was not told of
@@ -127,7 +113,6 @@ async def test_what_was_stored_survives_the_server_on_disk(tmp_path: Path) -> No
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_read(tmp_path: Path) -> None:
     keys = keys_of(12)
     urls = ["memory:?name=near", folder(tmp_path) + "&name=far"]
@@ -144,7 +129,6 @@ async def test_several_stores_are_written_and_the_nearest_that_has_a_page_is_rea
         assert (near.counts["read"], far.counts["read"]) == (6, 6)
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behind_module, "LATE", 0.5)
     keys = keys_of(20)
@@ -174,16 +158,12 @@ async def test_a_store_that_hangs_harms_nobody(tmp_path: Path, monkeypatch: pyte
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(behind_module, "LATE", 0.1)
     keys = keys_of(5)
-    async with gated(tmp_path) as (server, gate, backend):
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    async with gated(tmp_path, keys) as (server, gate, backend):
         gate.shut = {"get"}
         assert (await get_all(backend, keys))[0] == [FAILED] * 5
         gate.open_all()
@@ -193,7 +173,6 @@ async def test_a_read_that_comes_late_is_in_the_memory_for_the_next_one(
         assert "get" not in gate.asked
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,22 +187,16 @@ async def test_a_store_that_is_down_loses_writes_and_nothing_else_and_the_log_sa
         assert set(await backend.exists(keys_of(3, "swa"))) == {FAILED}
 
 
-@pytest.mark.asyncio
 async def test_two_reads_of_one_page_are_one(tmp_path: Path) -> None:
     keys = keys_of(8)
-    async with gated(tmp_path) as (server, gate, one):
+    async with gated(tmp_path, keys) as (server, gate, one):
         two = await client(server.path)
-        await put_all(one, keys)
-        await written(server)
-        server.table.clear()
-        gate.asked.clear()
         answers = await asyncio.gather(*(get_all(one if n % 2 else two, keys) for n in range(6)))
         assert [results for results, _ in answers] == [[HIT] * 8] * 6
         assert gate.asked.count("get") == 1
         await two.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_path: Path) -> None:
     keys = keys_of(6)
     async with gated(tmp_path) as (server, gate, backend):
@@ -247,12 +220,9 @@ async def test_what_is_deleted_while_it_is_read_or_written_stays_deleted(tmp_pat
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_scribbled_page_is_corrupt_once_and_comes_back_from_the_disk(tmp_path: Path) -> None:
     path, keys = socket_path(), keys_of(20)
-    async with serving(path, stores=[folder(tmp_path)]) as server:
-        store = await open_store(f"host:{path}", LAYOUT)
-        assert isinstance(store, CheckedStore)
+    async with serving(path, stores=[folder(tmp_path)]) as server, opened(path) as store:
         pages = [record_of(key).payload for key in keys]
         assert await store.put(keys, pages) == [HIT] * 20
         await written(server)
@@ -262,19 +232,15 @@ async def test_a_scribbled_page_is_corrupt_once_and_comes_back_from_the_disk(tmp
         assert await store.get(keys, [memoryview(one) for one in fetched]) == [CORRUPT] * 20
         assert await store.get(keys, [memoryview(one) for one in fetched]) == [HIT] * 20
         assert fetched == pages
-        await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_bad_on_disk_is_deleted_there_and_can_be_stored_again(tmp_path: Path) -> None:
     path, keys = socket_path(), keys_of(5)
-    async with serving(path, stores=["memory:"]) as server:
-        store = await open_store(f"host:{path}", LAYOUT)
-        assert isinstance(store, CheckedStore)
+    async with serving(path, stores=["memory:"]) as server, opened(path) as store:
         pages = [record_of(key).payload for key in keys]
         assert await store.put(keys, pages) == [HIT] * 5
         await written(server)
-        raw = store_of(server).backend.inner if isinstance(store_of(server).backend, Gate) else store_of(server).backend
+        raw = store_of(server).backend
         for data in raw._stored.values():
             data[-1] ^= 1
         server.table.clear()
@@ -287,10 +253,8 @@ async def test_a_page_that_is_bad_on_disk_is_deleted_there_and_can_be_stored_aga
         server.table.clear()
         assert await store.get(keys, fetched) == [HIT] * 5
         assert fetched == pages
-        await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_report_of_damage_about_another_generation_changes_nothing() -> None:
     keys = keys_of(2)
     async with served() as (_, backend):
@@ -305,13 +269,9 @@ async def test_a_report_of_damage_about_another_generation_changes_nothing() -> 
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
-@pytest.mark.asyncio
 async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_path: Path, verb: str) -> None:
     keys = keys_of(3)
-    async with gated(tmp_path) as (server, gate, backend):
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    async with gated(tmp_path, keys) as (server, gate, backend):
         gate.shut = {verb}
         deleting = asyncio.create_task(backend.delete(keys) if verb == "delete" else backend.clear())
         await until(lambda: verb in gate.asked)
@@ -322,13 +282,9 @@ async def test_a_page_that_is_read_while_it_is_deleted_is_gone_afterwards(tmp_pa
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_path: Path) -> None:
     keys = keys_of(3)
-    async with gated(tmp_path) as (server, gate, backend):
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    async with gated(tmp_path, keys) as (_, gate, backend):
         gate.shut = {"delete"}
         deleting = asyncio.create_task(backend.delete(keys))
         await until(lambda: "delete" in gate.asked)
@@ -344,7 +300,6 @@ async def test_a_read_that_ends_after_its_page_was_deleted_is_not_published(tmp_
         assert (await get_all(backend, keys))[0] == [MISS] * 3
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_takes_nothing_has_no_more_pages_waiting_than_the_memory_can_hold(tmp_path: Path) -> None:
     async with gated(tmp_path, memory=1 << 20) as (server, gate, backend):
         gate.shut = {"put"}
@@ -371,29 +326,19 @@ async def test_an_answer_that_waits_for_a_store_changes_nothing_of_the_next_serv
         cleared.set()
 
     monkeypatch.setattr(MemoryBackend, "clear", slow)
-    path = socket_path()
-    made = HostMemory.make(16 << 20)
-    behind = StoresBehind(["memory:?timeout=60"], made.layout.size // 8)
-    await behind.open()
-    server = HostServer(path, made, behind=behind)
-    await server.open()
-    one, two = await client(path), await client(path)
-    clearing = asyncio.create_task(one.clear())
-    await asyncio.sleep(0.2)
     keys = keys_of(20)
-    put = await put_all(two, keys)
-    taken = await asyncio.to_thread(take_over, path)
-    assert taken is not None
-    heir = HostServer(path, taken.memory)
-    await heir.open(taken)
-    with suppress(BackendError):
-        await clearing
-    await cleared.wait()
-    await turns()
-    results, records = await get_all(two, keys)
-    assert results == [HIT] * 20
-    assert same(put, records)
-    heir.table.audit()
-    for backend in (one, two):
-        await backend.aclose()
-    await heir.aclose()
+    async with served(stores=["memory:?timeout=60"]) as (server, one):
+        two = await client(server.path)
+        clearing = asyncio.create_task(one.clear())
+        await asyncio.sleep(0.2)
+        put = await put_all(two, keys)
+        async with heir(server.path) as second:
+            with suppress(BackendError):
+                await clearing
+            await cleared.wait()
+            await turns()
+            results, records = await get_all(two, keys)
+            assert results == [HIT] * 20
+            assert same(put, records)
+            second.table.audit()
+            await two.aclose()

@@ -23,7 +23,7 @@ from tests.host.host_processes import (
     memory_use,
     server_process,
 )
-from tests.host.test_host_behind import folder, gated, written
+from tests.host.test_host_behind import gated
 from tests.waiting import until
 
 PAGE = 16
@@ -49,7 +49,6 @@ async def compute(cache: AsyncCache, prompt: list[int], value: int) -> int:
         return lease.cached
 
 
-@pytest.mark.asyncio
 async def test_two_caches_find_what_the_other_stored() -> None:
     path, one, other = socket_path(), list(range(1000)), list(range(5000, 6000))
     async with serving(path) as server:
@@ -68,7 +67,6 @@ async def test_two_caches_find_what_the_other_stored() -> None:
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_cache_that_is_opened_again_finds_its_pages_and_without_a_server_none() -> None:
     path, prompt = socket_path(), list(range(1000))
     async with AsyncCache(config(f"host:{path}")) as early:
@@ -91,7 +89,6 @@ MORE = 64 << 20
 
 
 @pytest.mark.slow(30)
-@pytest.mark.asyncio
 async def test_a_crowd_gets_right_pages_and_takes_no_more_memory_than_was_asked_for() -> None:
     asked = 96 << 20
     with server_process(socket_path(), "96MiB") as server:
@@ -130,7 +127,6 @@ def free() -> int:
 
 
 @pytest.mark.slow(10)
-@pytest.mark.asyncio
 async def test_huge_pages_are_taken_used_handed_over_and_given_back() -> None:
     before = free()
     if before < HUGE:
@@ -166,7 +162,6 @@ def named(name: str, count: int) -> list[PageKey]:
     return [page_key(f"{name} {number}") for number in range(count)]
 
 
-@pytest.mark.asyncio
 async def test_pages_that_are_kept_stay_and_those_that_have_ended_go_first() -> None:
     async with served(memory=SMALL) as (server, backend):
         old, newer = named("old", 20), named("newer", 20)
@@ -189,35 +184,26 @@ async def test_pages_that_are_kept_stay_and_those_that_have_ended_go_first() -> 
         assert counts["kept_bytes"] == 10 * 16384
 
 
-@pytest.mark.asyncio
 async def test_a_prefetched_page_is_in_the_memory_before_somebody_reads_it(tmp_path: Path) -> None:
-    async with served(stores=[folder(tmp_path)]) as (server, backend):
-        keys = named("page", 5)
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    keys = named("page", 5)
+    async with gated(tmp_path, keys) as (server, _, backend):
         assert await backend.hint(Hint.PREFETCH, [*keys, *named("none", 2)], 0.0) == [HIT] * 5 + [MISS] * 2
         assert {key.key for key in keys} <= set(server.table.index)
         assert server.table.counts["prefetched"] == 7
 
 
-@pytest.mark.asyncio
 async def test_a_prefetch_from_a_disk_that_hangs_is_answered_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asynccache.host.behind.LATE", 0.05)
-    async with gated(tmp_path) as (server, gate, backend):
-        keys = named("page", 5)
-        await put_all(backend, keys)
-        await written(server)
-        server.table.clear()
+    keys = named("page", 5)
+    async with gated(tmp_path, keys) as (_, gate, backend):
         gate.shut.add("get")
         async with asyncio.timeout(2):
             assert await backend.hint(Hint.PREFETCH, keys, 0.0) == [FAILED] * 5
         gate.open_all()
 
 
-@pytest.mark.asyncio
 async def test_a_server_of_the_version_before_is_told_nothing_and_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path()
     heard: list[Any] = []
@@ -244,7 +230,6 @@ async def test_a_server_of_the_version_before_is_told_nothing_and_serves_on(monk
         await server_side.aclose()
 
 
-@pytest.mark.asyncio
 async def test_hints_without_a_cache_reach_the_server_and_other_stores_are_counted(tmp_path: Path) -> None:
     path = socket_path()
     async with serving(path) as server:

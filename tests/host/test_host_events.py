@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -36,11 +36,10 @@ from asynccache.events import (
 from asynccache.events.wire import Decoder
 from asynccache.host.changes import AT_ONCE, HeldChanges
 from asynccache.host.server import HostServer
-from asynccache.host.takeover import take_over
 from asynccache.storage import PageKey, Pages, Result
 from asynccache.storage.contract import block_in, named_key
 from asynccache.testing.backend_suite import get_all, put_all, record_of, same
-from tests.host.host_kit import client, serving, socket_path
+from tests.host.host_kit import client, serving, socket_path, taken_from
 from tests.host.host_processes import HostProcess, pss
 from tests.host.test_host_engines import compute, config
 from tests.stores.server import free_port
@@ -102,7 +101,6 @@ def truth(server: HostServer) -> tuple[set[int], set[int]]:
 # the law
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stores", [["file"], ["memory", "file"], []])
 @pytest.mark.parametrize("seed", range(3))
 async def test_after_quiet_the_picture_equals_the_servers_index(
@@ -145,7 +143,6 @@ async def test_after_quiet_the_picture_equals_the_servers_index(
             await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_a_listener_has_no_room_for_waits_and_what_came_and_went_is_not_told() -> None:
     told: list[tuple[str, bool, list[bytes]]] = []
     full = True
@@ -180,7 +177,6 @@ async def test_what_a_listener_has_no_room_for_waits_and_what_came_and_went_is_n
 # names
 
 
-@pytest.mark.asyncio
 async def test_a_cache_is_found_by_the_blocks_of_its_prompt(fleet: Fleet, tmp_path: Path) -> None:
     path, prompt = socket_path(), list(range(100, 260))
     async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=16MiB"]) as server, published(server, fleet):
@@ -195,7 +191,6 @@ async def test_a_cache_is_found_by_the_blocks_of_its_prompt(fleet: Fleet, tmp_pa
         await until(lambda: fleet.hits(names)["a"] == (0, 0, 10), fleet.stats)
 
 
-@pytest.mark.asyncio
 async def test_an_engines_own_names_come_through_and_pages_without_one_are_not_told(fleet: Fleet) -> None:
     path = socket_path()
     async with serving(path) as server, published(server, fleet):
@@ -211,7 +206,6 @@ async def test_an_engines_own_names_come_through_and_pages_without_one_are_not_t
         assert len(server.table.index) == 4
 
 
-@pytest.mark.asyncio
 async def test_what_any_reader_of_vllms_events_finds(fleet: Fleet) -> None:
     path = socket_path()
     async with serving(path) as server:
@@ -242,12 +236,18 @@ class Announced(HostProcess):
         super().__init__(path, memory, "--events", events, "--events-replay", replay, *more)
 
 
-@contextmanager
-def announced(*more: str) -> Iterator[Announced]:
+@asynccontextmanager
+async def announced(fleet: Fleet, blocks: range, *more: str) -> AsyncIterator[tuple[Announced, HostBackend]]:
+    """A server that has these blocks, in a process of its own; a client; and the fleet knows it."""
     server = Announced(socket_path(), *more)
     server.start()
     try:
-        yield server
+        await server.counts()
+        backend = await stored(server.path, blocks)
+        fleet.add("a", [server.stream])
+        await until(lambda: picture(fleet, range(1000)) == ({*blocks}, set()), fleet.stats)
+        yield server, backend
+        await backend.aclose()
     finally:
         server.kill()
 
@@ -259,13 +259,8 @@ async def stored(path: str, blocks: Sequence[int]) -> HostBackend:
     return backend
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_is_killed_and_started_again_says_what_its_folder_has(fleet: Fleet, tmp_path: Path) -> None:
-    with announced("--storage", f"file:{tmp_path}/kv?capacity=64MiB") as server:
-        await server.counts()
-        backend = await stored(server.path, range(200))
-        fleet.add("a", [server.stream])
-        await until(lambda: picture(fleet, range(220)) == ({*range(200)}, set()), fleet.stats)
+    async with announced(fleet, range(200), "--storage", f"file:{tmp_path}/kv?capacity=64MiB") as (server, backend):
         await backend.flush()
         server.kill()
         await until(lambda: picture(fleet, range(220)) == (set(), set()), fleet.stats)
@@ -275,22 +270,15 @@ async def test_a_server_that_is_killed_and_started_again_says_what_its_folder_ha
         await asyncio.sleep(0.1)
         await get_all(backend, keys_of(range(50)))
         await until(lambda: picture(fleet, range(220)) == ({*range(50)}, {*range(50, 200)}), fleet.stats)
-        await backend.aclose()
         assert server.stop() == 0
         await until(lambda: picture(fleet, range(220)) == (set(), set()), fleet.stats)
 
 
-@pytest.mark.asyncio
 async def test_a_take_over_ends_in_the_same_picture(fleet: Fleet) -> None:
-    with announced() as server:
-        await server.counts()
-        backend = await stored(server.path, range(100))
-        fleet.add("a", [server.stream])
-        await until(lambda: picture(fleet, range(120)) == ({*range(100)}, set()), fleet.stats)
+    async with announced(fleet, range(100)) as (server, _):
         first = server.process
         server.start("--replace")
         assert await asyncio.to_thread(first.wait, 30) == 0
-        await backend.aclose()
         await server.counts()
         backend = await stored(server.path, range(100, 110))
         await until(lambda: picture(fleet, range(120)) == ({*range(110)}, set()), fleet.stats)
@@ -299,31 +287,23 @@ async def test_a_take_over_ends_in_the_same_picture(fleet: Fleet) -> None:
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_is_stopped_is_forgotten_and_is_back_when_it_goes_on(fleet: Fleet) -> None:
-    with announced() as server:
-        await server.counts()
-        backend = await stored(server.path, range(10))
-        fleet.add("a", [server.stream])
-        await until(lambda: picture(fleet, range(12)) == ({*range(10)}, set()), fleet.stats)
+    async with announced(fleet, range(10)) as (server, _):
         server.process.send_signal(signal.SIGSTOP)
         try:
             await until(lambda: picture(fleet, range(12)) == (set(), set()), fleet.stats)
         finally:
             server.process.send_signal(signal.SIGCONT)
         await until(lambda: picture(fleet, range(12)) == ({*range(10)}, set()), fleet.stats)
-        await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_server_whose_heir_dies_goes_on_and_says_the_same_as_before(fleet: Fleet, tmp_path: Path) -> None:
     """Its stores were closed for the heir, and are opened again."""
     path = socket_path()
     async with serving(path, stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as server, published(server, fleet):
         backend = await stored(path, range(20))
         await backend.flush()
-        taken = await asyncio.to_thread(take_over, path)
-        assert taken is not None
+        taken = await taken_from(path)
         for cell in cast("Any", taken.confirm).__closure__:
             if isinstance(cell.cell_contents, socket.socket):
                 cell.cell_contents.close()  # the heir is killed
@@ -348,38 +328,34 @@ def own(server: HostProcess) -> int:
     return found["Private_Clean"] + found["Private_Dirty"]
 
 
-@pytest.mark.asyncio
 async def test_subscribers_that_do_not_read_cost_bounded_memory_and_delay_nobody(fleet: Fleet) -> None:
     """One subscribes and never reads, one asks for everything again and again and reads none of it."""
-    with announced() as server, zmq.Context() as context:
-        await server.counts()
-        slow, greedy = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        for one in (slow, greedy):
-            one.linger = 0
-            one.set_hwm(1)
-        slow.setsockopt(zmq.RCVBUF, 4096)
-        slow.subscribe(b"")
-        slow.connect(server.stream.endpoint)
-        greedy.connect(str(server.stream.replay))
-        backend = await stored(server.path, range(500))
-        fleet.add("a", [server.stream])
-        before, longest = own(server), 0.0
-        for turn in range(40):
-            some = keys_of(range(turn * 100 % 1000, turn * 100 % 1000 + 100))
-            began = time.monotonic()
-            await backend.delete(some)
-            await backend.put(some, [record_of(key) for key in some])
-            longest = max(longest, time.monotonic() - began)
-            for _ in range(20):
-                if greedy.poll(0, zmq.POLLOUT):
-                    greedy.send_multipart((b"", bytes(8)), zmq.NOBLOCK)
-        held = {block for block in range(1000) if await backend.exists([key_of(block)]) == [HIT]}
-        await until(lambda: picture(fleet, range(1000)) == (held, set()), fleet.stats)
-        assert longest < 5.0
-        assert own(server) - before < 64 << 20
-        slow.close()
-        greedy.close()
-        await backend.aclose()
+    async with announced(fleet, range(500)) as (server, backend):
+        with zmq.Context() as context:
+            slow, greedy = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+            for one in (slow, greedy):
+                one.linger = 0
+                one.set_hwm(1)
+            slow.setsockopt(zmq.RCVBUF, 4096)
+            slow.subscribe(b"")
+            slow.connect(server.stream.endpoint)
+            greedy.connect(str(server.stream.replay))
+            before, longest = own(server), 0.0
+            for turn in range(40):
+                some = keys_of(range(turn * 100 % 1000, turn * 100 % 1000 + 100))
+                began = time.monotonic()
+                await backend.delete(some)
+                await backend.put(some, [record_of(key) for key in some])
+                longest = max(longest, time.monotonic() - began)
+                for _ in range(20):
+                    if greedy.poll(0, zmq.POLLOUT):
+                        greedy.send_multipart((b"", bytes(8)), zmq.NOBLOCK)
+            held = {block for block in range(1000) if await backend.exists([key_of(block)]) == [HIT]}
+            await until(lambda: picture(fleet, range(1000)) == (held, set()), fleet.stats)
+            assert longest < 5.0
+            assert own(server) - before < 64 << 20
+            slow.close()
+            greedy.close()
 
 
 def said(*words: str, **environment: str) -> str:

@@ -22,9 +22,9 @@ from asynccache.errors import ConfigError, Unavailable
 from asynccache.host import server as server_module
 from asynccache.host import wire
 from asynccache.host.takeover import take_over
-from asynccache.storage import CheckedStore, Result, open_store
-from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, put_all, record_of, same
-from tests.host.host_kit import client, served, serving, socket_path
+from asynccache.storage import Result
+from asynccache.testing.backend_suite import get_all, keys_of, put_all, record_of, same
+from tests.host.host_kit import client, opened, served, serving, socket_path
 from tests.waiting import until
 
 HELLO = wire.frame(wire.Greeting(wire.VERSION, wire.OLDEST))
@@ -83,7 +83,6 @@ async def is_closed(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.asyncio
 async def test_wrong_frames_end_their_connection_and_no_other(what: str) -> None:
     keys = keys_of(4)
     async with served() as (server, backend):
@@ -97,7 +96,6 @@ async def test_wrong_frames_end_their_connection_and_no_other(what: str) -> None
 
 
 @pytest.mark.parametrize("what", ODD)
-@pytest.mark.asyncio
 async def test_requests_that_make_no_sense_are_refused(what: str) -> None:
     async with served() as (_, backend):
         channel = await backend._connection.ready()
@@ -105,19 +103,6 @@ async def test_requests_that_make_no_sense_are_refused(what: str) -> None:
             await channel.ask(lambda number: type(ODD[what])(number, *msgspec.structs.astuple(ODD[what])[1:]))
 
 
-@pytest.mark.asyncio
-async def test_foreign_slots_and_absurd_sizes_change_nothing() -> None:
-    keys = keys_of(6)
-    async with served() as (server, backend):
-        stored = await put_all(backend, keys)
-        with connected(server.path) as sock:
-            await asyncio.get_running_loop().sock_sendall(sock, HELLO + b"".join(map(wire.frame, HARMLESS)))
-            await until(lambda: server.table.counts["no_room"] == 3)
-            assert same(stored, (await get_all(backend, keys))[1])
-            server.table.audit()
-
-
-@pytest.mark.asyncio
 async def test_noise_ends_in_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     path, random = socket_path(), Random(35)
     good = [HELLO, *map(wire.frame, [*HARMLESS, *ODD.values(), wire.RemoveAll(7), wire.Tell(8), wire.Secure(9)])]
@@ -137,7 +122,6 @@ async def test_noise_ends_in_no_error_of_the_server(caplog: pytest.LogCaptureFix
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_never_greets_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "GREETING_TIME", 0.1)
     path = socket_path()
@@ -147,7 +131,6 @@ async def test_a_client_that_never_greets_is_given_up(monkeypatch: pytest.Monkey
         await until(lambda: not server._clients)
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_reads_no_answers_is_not_read_from_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MOST_UNREAD", 1 << 16)
     path = socket_path()
@@ -180,7 +163,6 @@ asyncio.run(main())
 @pytest.mark.parametrize(("limit", "why"), [
     ("MOST_CLIENTS", "there are 3 connections already"), ("MOST_OF_ONE", "3 connections are of process {} already"),
 ])  # fmt: skip
-@pytest.mark.asyncio
 async def test_too_many_connections_are_refused_and_served_when_others_have_gone(
     limit: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +192,6 @@ async def reserve(sock: socket.socket, key: bytes) -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-@pytest.mark.asyncio
 async def test_where_nothing_tells_processes_apart_no_connection_frees_what_another_has_reserved(
     monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
@@ -234,12 +215,9 @@ async def test_where_nothing_tells_processes_apart_no_connection_frees_what_anot
         assert len([name for name in names if str(os.getpid()) in name]) == len(names)
 
 
-@pytest.mark.asyncio
 async def test_a_scribbler_over_all_of_the_memory_costs_hits_and_never_gives_a_wrong_byte() -> None:
     path, keys = socket_path(), keys_of(40)
-    async with serving(path) as server:
-        store = await open_store(f"host:{path}", LAYOUT)
-        assert isinstance(store, CheckedStore)
+    async with serving(path) as server, opened(path) as store:
         pages = [record_of(key).payload for key in keys]
         size, random = server.memory.layout.size, Random(1)
         for what in range(6):
@@ -259,10 +237,8 @@ async def test_a_scribbler_over_all_of_the_memory_costs_hits_and_never_gives_a_w
             assert what or results == [Result.HIT] * 40
         await store.delete(keys)
         assert server.table.reserved_bytes == 0
-        await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answers_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -282,7 +258,6 @@ async def test_small_requests_with_long_answers_are_answered_as_fast_as_the_answ
                     answers += len(list(frames.feed(await loop.sock_recv(sock, 1 << 20))))
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_dies_before_its_connection_begins_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     path = socket_path()
     async with serving(path) as server:
@@ -294,7 +269,6 @@ async def test_a_client_that_dies_before_its_connection_begins_is_forgotten(capl
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.mark.asyncio
 async def test_without_file_descriptors_the_server_waits_and_takes_connections_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -319,7 +293,6 @@ async def test_without_file_descriptors_the_server_waits_and_takes_connections_a
             await until(lambda: any(one.session for one in server._clients))
 
 
-@pytest.mark.asyncio
 async def test_only_the_servers_own_user_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of(3)
     async with served(group=str(os.getgid())) as (server, backend):

@@ -14,29 +14,25 @@ import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.host import wire
-from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
-from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
-from tests.host.host_kit import client, served, serving, socket_path
+from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout
+from asynccache.testing.backend_suite import blank, get_all, keys_of, put_all, record_of, same
+from tests.host.host_kit import client, opened, served, serving, socket_path
 from tests.waiting import until
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 
 
-@pytest.mark.asyncio
 async def test_without_a_server_a_store_opens_and_its_calls_fail_at_once() -> None:
-    store = await open_store(f"host:{socket_path()}", LAYOUT)
-    assert store is not None
-    took = []
-    for _ in range(200):
-        began = time.perf_counter()
-        assert await store.exists(keys_of(256)) == [FAILED] * 256
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[150] < 0.001
-    assert "no host process answers" in str(store.last_error)
-    await store.aclose()
+    async with opened(socket_path()) as store:
+        took = []
+        for _ in range(200):
+            began = time.perf_counter()
+            assert await store.exists(keys_of(256)) == [FAILED] * 256
+            took.append(time.perf_counter() - began)
+        assert sorted(took)[150] < 0.001
+        assert "no host process answers" in str(store.last_error)
 
 
-@pytest.mark.asyncio
 async def test_a_flush_without_a_server_says_only_what_it_cannot_promise() -> None:
     path, keys = socket_path(), keys_of(3)
     backend = await client(path)
@@ -62,35 +58,33 @@ async def test_a_flush_without_a_server_says_only_what_it_cannot_promise() -> No
         await backend.flush()
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_comes_back_is_used_again_within_a_second() -> None:
     path, keys = socket_path(), keys_of(3)
-    store = await open_store(f"host:{path}", LAYOUT)
-    assert store is not None
     pages = [record_of(key).payload for key in keys]
-    for _ in range(3):
-        until_away = time.monotonic() + 0.6
-        while time.monotonic() < until_away:  # long enough for the longest back-off of a usual store's to grow
-            assert HIT not in await store.exists(keys)
-            await asyncio.sleep(0.02)
-        async with serving(path):
-            began = time.monotonic()
-            found = [FAILED]
-            while FAILED in found:
-                assert time.monotonic() - began < 1.0
+    async with opened(path) as store:
+
+        async def is_back() -> bool:
+            return FAILED not in await store.exists(keys)
+
+        async def stores() -> bool:
+            return await store.put(keys, pages) == [HIT] * 3
+
+        for _ in range(3):
+            until_away = time.monotonic() + 0.6
+            while time.monotonic() < until_away:  # long enough for the longest back-off of a usual store's to grow
+                assert HIT not in await store.exists(keys)
                 await asyncio.sleep(0.02)
-                found = await store.exists(keys)
-            assert found == [MISS] * 3, "pages of an earlier server"
-            while await store.put(keys, pages) != [HIT] * 3:
+            async with serving(path):
+                began = time.monotonic()
+                await until(is_back)
+                assert await store.exists(keys) == [MISS] * 3, "pages of an earlier server"
+                await until(stores)
                 assert time.monotonic() - began < 1.0
-                await asyncio.sleep(0.02)
-            fetched = [blank(key).payload for key in keys]
-            assert await store.get(keys, fetched) == [HIT] * 3
-            assert fetched == pages
-    await store.aclose()
+                fetched = [blank(key).payload for key in keys]
+                assert await store.get(keys, fetched) == [HIT] * 3
+                assert fetched == pages
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_evicted_while_it_is_copied_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of(4)
     async with served() as (server, backend):
@@ -107,7 +101,6 @@ async def test_a_page_that_is_evicted_while_it_is_copied_is_a_miss(monkeypatch: 
         assert backend.stats()["overtaken"] == 1
 
 
-@pytest.mark.asyncio
 async def test_slots_of_a_lost_connection_wait_for_the_process_or_its_next_connection() -> None:
     keys = keys_of(3)
     async with served() as (server, backend):
@@ -123,7 +116,6 @@ async def test_slots_of_a_lost_connection_wait_for_the_process_or_its_next_conne
         await until(lambda: server.table.reserved_bytes == 0)
 
 
-@pytest.mark.asyncio
 async def test_a_put_whose_connection_is_lost_is_published_over_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of(3)
     async with served() as (server, backend):
@@ -148,7 +140,6 @@ async def test_a_put_whose_connection_is_lost_is_published_over_the_next_one(mon
     ((1, 1), (1, 1), True), ((2, 1), (1, 1), True), ((1, 1), (2, 1), True), ((3, 2), (2, 1), True),
     ((3, 2), (1, 1), False), ((1, 1), (3, 2), False),
 ])  # fmt: skip
-@pytest.mark.asyncio
 async def test_versions_that_are_one_apart_understand_each_other(
     ours: tuple[int, int], theirs: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +167,6 @@ async def test_versions_that_are_one_apart_understand_each_other(
         sock.close()
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_is_refused_is_told_why_when_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path()
     async with serving(path):
@@ -190,7 +180,6 @@ async def test_a_client_that_is_refused_is_told_why_when_it_opens(monkeypatch: p
             await client(path)
 
 
-@pytest.mark.asyncio
 async def test_only_this_user_may_connect_from_the_first_moment_on() -> None:
     path = socket_path()
     async with serving(path):
@@ -199,7 +188,6 @@ async def test_only_this_user_may_connect_from_the_first_moment_on() -> None:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
 
 
-@pytest.mark.asyncio
 async def test_a_socket_is_not_taken_away_from_a_server_and_one_of_a_dead_server_is() -> None:
     path = socket_path()
     async with serving(path):
@@ -225,7 +213,6 @@ async def test_a_socket_is_not_taken_away_from_a_server_and_one_of_a_dead_server
             pass
 
 
-@pytest.mark.asyncio
 async def test_a_forked_child_has_no_store() -> None:
     async with served() as (_, backend):
         keys = keys_of(3)
@@ -241,7 +228,6 @@ async def test_a_forked_child_has_no_store() -> None:
         await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_slot_is_given_back_by_whom_it_was_granted_to_and_by_no_earlier_call() -> None:
     """A call that is cancelled while its pages are published gives them back; meanwhile another call of its process may
     have been granted the same slot."""
@@ -264,7 +250,6 @@ async def test_a_slot_is_given_back_by_whom_it_was_granted_to_and_by_no_earlier_
         server.table.audit()
 
 
-@pytest.mark.asyncio
 async def test_a_search_that_was_cancelled_gives_nothing_back() -> None:
     keys = keys_of(3)
     async with served() as (server, backend):
@@ -281,7 +266,6 @@ async def test_a_search_that_was_cancelled_gives_nothing_back() -> None:
         assert server.table.reserved_bytes == 3 * 16384
 
 
-@pytest.mark.asyncio
 async def test_a_store_that_is_closed_gives_back_its_slots_though_the_process_has_others() -> None:
     path, keys = socket_path(), keys_of(3)
     async with serving(path) as server:
@@ -295,7 +279,6 @@ async def test_a_store_that_is_closed_gives_back_its_slots_though_the_process_ha
         await second.aclose()
 
 
-@pytest.mark.asyncio
 async def test_closing_fails_the_calls_under_way_and_frees_what_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of(30)
     async with served() as (server, backend):
@@ -309,12 +292,10 @@ async def test_closing_fails_the_calls_under_way_and_frees_what_they_had(monkeyp
         assert server.table.reserved_bytes == 0
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_is_too_large_for_the_memory_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     path = socket_path()
-    async with serving(path, memory=1 << 20):
-        store = await open_store(f"host:{path}", StoreLayout({"full": 1 << 18, "other": 4096}, RECORD_SCHEMA))
-        assert store is not None
+    layout = StoreLayout({"full": 1 << 18, "other": 4096}, RECORD_SCHEMA)
+    async with serving(path, memory=1 << 20), opened(path, layout) as store:
         large, small = PageKey("full", bytes(32)), PageKey("other", bytes([1] * 32))
         for _ in range(2):
             answers = await store.put([large, small], [memoryview(bytearray(1 << 18)), memoryview(bytearray(4096))])
@@ -322,10 +303,8 @@ async def test_a_page_that_is_too_large_for_the_memory_is_told_once(caplog: pyte
         [told] = caplog.messages
         assert f"host:{path} stores no page of 262144 bytes: it takes 126976 at most, an eighth of its" in told
         assert store.backend.stats()["no_room"] == 2
-        await store.aclose()
 
 
-@pytest.mark.asyncio
 async def test_listing_tells_every_page_and_counts_are_by_label() -> None:
     path = socket_path()
     async with serving(path):

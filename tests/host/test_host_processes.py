@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
+from asyncio.subprocess import Process
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -21,9 +22,9 @@ from asynccache.errors import BackendError, ConfigError
 from asynccache.host.pages import Writer
 from asynccache.host.server import HostServer
 from asynccache.host.takeover import take_over
-from asynccache.storage import HEADER_BYTES, Result, open_store
-from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, put_all, record_of, same
-from tests.host.host_kit import client, serving, socket_path
+from asynccache.storage import HEADER_BYTES, Result
+from asynccache.testing.backend_suite import blank, get_all, keys_of, put_all, record_of, same
+from tests.host.host_kit import client, heir, opened, served, serving, socket_path, taken_from
 from tests.host.host_processes import (
     ClientProcess,
     HostProcess,
@@ -38,7 +39,6 @@ HIT = Result.HIT
 
 
 @pytest.mark.slow(20)
-@pytest.mark.asyncio
 async def test_killed_clients_leave_no_slot_behind_and_no_wrong_page() -> None:
     path = socket_path()
     with server_process(path) as server:
@@ -55,7 +55,6 @@ async def test_killed_clients_leave_no_slot_behind_and_no_wrong_page() -> None:
 
 
 @pytest.mark.slow(20)
-@pytest.mark.asyncio
 async def test_a_killed_server_costs_misses_and_its_clients_come_back(tmp_path: Path) -> None:
     path = socket_path()
     with server_process(path, "24MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB") as server:
@@ -86,13 +85,20 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.asyncio
+async def killed(process: Process) -> None:
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+
+
+async def stopped(path: str) -> Process:
+    """A client that reserves nine slots and then is stopped."""
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+
+
 async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = socket_path()
-    async with serving(path) as server:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+    async with served() as (server, backend):
+        process = await stopped(server.path)
         await until(lambda: server.table.reserved_bytes == 9 * 16384)
-        backend = await client(path)
         for number in range(60):
             await put_all(backend, keys_of(60, "full")[number : number + 1])
         assert server.table.reserved_bytes == 9 * 16384
@@ -100,12 +106,10 @@ async def test_a_client_that_is_stopped_keeps_its_slots_until_it_is_killed(monke
         monkeypatch.setattr("asynccache.host.server.LONG_RESERVED", 0.0)
         [sentence] = server.long_reserved()
         assert f"process {process.pid} has had 9 slots reserved for" in sentence
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
+        await killed(process)
         await until(lambda: server.table.reserved_bytes == 0)
         assert server.table.counts["freed_by_death"] == 9
         server.table.audit()
-        await backend.aclose()
 
 
 SERVES_IN_A_CONTAINER = """
@@ -121,7 +125,6 @@ CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.e
 
 @pytest.mark.parametrize("kernel", ["old", "new"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process in a container")
-@pytest.mark.asyncio
 async def test_a_death_outside_of_the_servers_container_frees_nothing_of_another_process(kernel: str) -> None:
     path = socket_path()
     server = HostProcess(path, "24MiB")
@@ -129,11 +132,10 @@ async def test_a_death_outside_of_the_servers_container_frees_nothing_of_another
     server.start()
     try:
         await server.counts()
-        clients = [await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path) for _ in range(2)]
+        clients = [await stopped(path) for _ in range(2)]
         await server.reserved(2 * 9 * 16384)
         for number, process in zip((1, 0), clients, strict=True):
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
+            await killed(process)
             counts = await server.reserved(number * 9 * 16384)
             assert counts["freed_by_death"] == (2 - number) * 9
             assert (await server.counts())[0]["reserved_bytes"] == number * 9 * 16384
@@ -141,29 +143,21 @@ async def test_a_death_outside_of_the_servers_container_frees_nothing_of_another
         server.kill()
 
 
-@pytest.mark.asyncio
 async def test_what_a_stopped_client_has_reserved_is_its_own_under_the_next_server_too() -> None:
-    path, keys = socket_path(), keys_of(50)
-    async with serving(path) as first:
-        backend = await client(path)
+    keys = keys_of(50)
+    async with served() as (first, backend):
         stored = await put_all(backend, keys)
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+        process = await stopped(first.path)
         await until(lambda: first.table.reserved_bytes == 9 * 16384)
-        taken = await asyncio.to_thread(take_over, path)
-        assert taken is not None
-        second = HostServer(path, taken.memory)
-        await second.open(taken)
-        await first.closed.wait()
-        assert second.table.reserved_bytes == 9 * 16384
-        second.table.audit()
-        await asyncio.sleep(0.06)
-        assert same(stored, (await get_all(backend, keys))[1])
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-        await until(lambda: second.table.reserved_bytes == 0)
-        second.table.audit()
-        await backend.aclose()
-        await second.aclose()
+        async with heir(first.path) as second:
+            await first.closed.wait()
+            assert second.table.reserved_bytes == 9 * 16384
+            second.table.audit()
+            await asyncio.sleep(0.06)
+            assert same(stored, (await get_all(backend, keys))[1])
+            await killed(process)
+            await until(lambda: second.table.reserved_bytes == 0)
+            second.table.audit()
 
 
 HANGS = """
@@ -201,7 +195,6 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.asyncio
 async def test_what_a_store_that_hangs_is_written_from_stays_under_the_next_server_until_the_first_is_dead(
     dropped: bool,
 ) -> None:
@@ -215,9 +208,8 @@ async def test_what_a_store_that_hangs_is_written_from_stays_under_the_next_serv
     if dropped:
         await backend.delete(keys[:5])
     began = time.monotonic()
-    taken = await asyncio.to_thread(take_over, path)
+    taken = await taken_from(path)
     assert time.monotonic() - began < 5, "the store that hangs keeps nobody"
-    assert taken is not None
     second = HostServer(path, taken.memory)
     await second.open(taken)
     await asyncio.sleep(0.06)
@@ -239,8 +231,7 @@ async def test_what_a_store_that_hangs_is_written_from_stays_under_the_next_serv
     second.table.audit()
     [hung] = [peer.writer for peer in second._peers if peer.writer.holds]
     assert (len(hung.reserved), len(hung.pinned)) == (first, 20 - first)
-    process.kill()
-    await process.wait()
+    await killed(process)
     await until(lambda: not hung.holds)
     second.table.audit()
     assert second.table.reserve(writer, keys[0].key, "full", second.table.longest, label) is not None
@@ -277,7 +268,6 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.asyncio
 async def test_a_server_ends_though_a_thread_of_a_store_hangs(replaced: bool) -> None:
     path, keys = socket_path(), keys_of(20)
     words = ["serve", "--listen", f"unix:{path}", "--memory", "24MiB", "--quiet", "--storage", "memory:"]
@@ -306,7 +296,6 @@ async def test_a_server_ends_though_a_thread_of_a_store_hangs(replaced: bool) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-@pytest.mark.asyncio
 async def test_another_user_is_kept_out_by_the_socket_and_if_it_is_open_by_the_server() -> None:
     path = socket_path()
     code = (
@@ -335,61 +324,53 @@ async def test_another_user_is_kept_out_by_the_socket_and_if_it_is_open_by_the_s
         assert await asyncio.wait_for(tried(), 30) == "\n", "it is let in, and given up when it says nothing"
 
 
-@pytest.mark.asyncio
 async def test_a_new_server_takes_over_all_pages_and_its_clients_see_a_short_pause(tmp_path: Path) -> None:
     path, keys = socket_path(), keys_of(200)
     with server_process(path, "24MiB", "--storage", f"file:{tmp_path}/kv?capacity=64MiB") as server:
         before = (await server.counts())[0]
-        store = await open_store(f"host:{path}?label=a", LAYOUT)
-        assert store is not None
-        pages = [record_of(key).payload for key in keys]
-        assert await store.put(keys, pages) == [HIT] * 200
-        backend = await client(path)
-        first, boot = server.process, (await backend._connection.ready()).boot
-        server.start("--replace")
-        began = time.monotonic()
-        await asyncio.to_thread(first.wait, 60)
-        assert first.returncode == 0
-        while await store.exists(keys) != [HIT] * 200:
-            assert time.monotonic() - began < 30
-            await asyncio.sleep(0.02)
-        fetched = [blank(key).payload for key in keys]
-        assert await store.get(keys, fetched) == [HIT] * 200
-        assert fetched == pages
-        assert (await backend._connection.ready()).boot == boot
-        counts, labels = await server.counts()
-        assert counts["pages"] == before["pages"] + 200
-        assert labels["a"]["pages"] == 200
-        assert counts["file.waiting"] == 0
-        await store.delete(keys[:100])
-        stored = await put_all(backend, keys[:100])
-        assert same(stored, (await get_all(backend, keys[:100]))[1])
-        await store.aclose()
-        await backend.aclose()
+        async with opened(f"{path}?label=a") as store:
+            pages = [record_of(key).payload for key in keys]
+            assert await store.put(keys, pages) == [HIT] * 200
+            backend = await client(path)
+            first, boot = server.process, (await backend._connection.ready()).boot
+            server.start("--replace")
+            assert await asyncio.to_thread(first.wait, 60) == 0
+
+            async def is_back() -> bool:
+                return await store.exists(keys) == [HIT] * 200
+
+            await until(is_back, seconds=30)
+            fetched = [blank(key).payload for key in keys]
+            assert await store.get(keys, fetched) == [HIT] * 200
+            assert fetched == pages
+            assert (await backend._connection.ready()).boot == boot
+            counts, labels = await server.counts()
+            assert counts["pages"] == before["pages"] + 200
+            assert labels["a"]["pages"] == 200
+            assert counts["file.waiting"] == 0
+            await store.delete(keys[:100])
+            stored = await put_all(backend, keys[:100])
+            assert same(stored, (await get_all(backend, keys[:100]))[1])
+            await backend.aclose()
         assert server.stop() == 0
 
 
-@pytest.mark.asyncio
 async def test_an_heir_that_comes_too_late_is_told_and_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynccache.host.server.HEIR_PATIENCE", 0.2)
-    path, keys = socket_path(), keys_of(20)
-    async with serving(path) as first:
-        backend = await client(path)
+    keys = keys_of(20)
+    async with served() as (first, backend):
         stored = await put_all(backend, keys)
-        taken = await asyncio.to_thread(take_over, path)
-        assert taken is not None
+        taken = await taken_from(first.path)
         await until(lambda: not first.handed_over)
-        second = HostServer(path, taken.memory)
+        second = HostServer(first.path, taken.memory)
         with pytest.raises(ConfigError, match="the host process there has gone on"):
             await second.open(taken)
         await second.aclose()
         await asyncio.sleep(0.06)
         assert same(stored, (await get_all(backend, keys))[1])
         first.table.audit()
-        await backend.aclose()
 
 
-@pytest.mark.asyncio
 async def test_there_is_nobody_to_take_over_from() -> None:
     assert await asyncio.to_thread(take_over, socket_path()) is None
     path = socket_path()
@@ -399,7 +380,6 @@ async def test_there_is_nobody_to_take_over_from() -> None:
     listener.close()
 
 
-@pytest.mark.asyncio
 async def test_the_next_server_listens_for_prometheus_where_the_one_before_did(unused_tcp_port: int) -> None:
     """The one before listens there until it has heard that all was taken over, so the next one has to try again."""
     path, keys, port = socket_path(), keys_of(20), unused_tcp_port
@@ -425,38 +405,31 @@ async def test_the_next_server_listens_for_prometheus_where_the_one_before_did(u
         assert server.stop() == 0
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_is_told_to_end_while_it_hands_over_leaves_the_socket_to_its_heir() -> None:
-    path, keys = socket_path(), keys_of(20)
-    async with serving(path) as first:
-        backend = await client(path)
+    keys = keys_of(20)
+    async with served() as (first, backend):
         stored = await put_all(backend, keys)
-        taken = await asyncio.to_thread(take_over, path)
-        assert taken is not None
+        taken = await taken_from(first.path)
         ending = asyncio.create_task(first.aclose())
         await asyncio.sleep(0.1)
-        second = HostServer(path, taken.memory)
+        second = HostServer(first.path, taken.memory)
         await second.open(taken)
         await ending
         await asyncio.sleep(0.06)
         assert same(stored, (await get_all(backend, keys))[1])
-        await backend.aclose()
         await second.aclose()
 
 
-@pytest.mark.asyncio
 async def test_who_dies_while_the_memory_is_handed_over_is_freed_by_whoever_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asynccache.host.server.HEIR_PATIENCE", 0.6)
     path = socket_path()
     async with serving(path) as first:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STOPS, path)
+        process = await stopped(path)
         await until(lambda: first.table.reserved_bytes == 9 * 16384)
-        taken = await asyncio.to_thread(take_over, path)
-        assert taken is not None
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
+        taken = await taken_from(path)
+        await killed(process)
         await asyncio.sleep(0.1)
         if first.handed_over:
             assert first.table.reserved_bytes == 9 * 16384, "the heir may have freed it, and more"
@@ -469,7 +442,6 @@ async def test_who_dies_while_the_memory_is_handed_over_is_freed_by_whoever_goes
         taken.memory.close()
 
 
-@pytest.mark.asyncio
 async def test_a_server_may_have_as_many_descriptors_as_the_machine_allows() -> None:
     """With the usual soft limit of 1024 the fourth hundred of clients would take those of the stores."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -248,28 +248,18 @@ def test_leading_stops_at_the_first_that_is_not_there() -> None:
     assert [leading(there) for there in ([], [False, True], [True, True, False, True], [True, True])] == [0, 0, 2, 2]
 
 
-def test_kv_alone() -> None:
-    assert fold("kv", [True, True, False, True], []) == RestorablePages(2, {"kv": 2}, [1, 2])
-    assert fold("kv", [False, True], [PoolPresence("swa", [True, True], 1)]) == RestorablePages(0, {}, [])
-
-
-def test_all_pages_end_at_the_first_hole() -> None:
-    asked = [PoolPresence("indexer", [True, True, False, True])]
-    assert fold("kv", [True] * 4, asked) == RestorablePages(2, {"kv": 4, "indexer": 2}, [1, 2])
-
-
-def test_trailing_pages_can_be_there_for_five_and_not_for_four() -> None:
-    asked = [PoolPresence("mamba", [True, False, False, False, True], 1)]
-    assert fold("kv", [True] * 5, asked) == RestorablePages(5, {"kv": 5, "mamba": 5}, [1, 5])
-
-
-def test_a_prefix_shorter_than_the_window_needs_what_there_is_of_it() -> None:
-    assert fold("kv", [True] * 2, [PoolPresence("swa", [True, True], 3)]).restorable == [1, 2]
-
-
-def test_pools_that_end_at_different_pages_have_nothing_in_common() -> None:
-    asked = [PoolPresence("swa", [False, False, True], 1), PoolPresence("mamba", [False, True, False], 1)]
-    assert fold("kv", [True] * 3, asked) == RestorablePages(0, {"kv": 3, "swa": 3, "mamba": 2}, [])
+@pytest.mark.parametrize(("kv", "asked", "expected"), [
+    ([True, True, False, True], [], RestorablePages(2, {"kv": 2}, [1, 2])),
+    ([False, True], [PoolPresence("swa", [True, True], 1)], RestorablePages(0, {}, [])),
+    ([True] * 4, [PoolPresence("indexer", [True, True, False, True])],
+     RestorablePages(2, {"kv": 4, "indexer": 2}, [1, 2])),
+    ([True] * 5, [PoolPresence("mamba", [True, False, False, False, True], 1)],
+     RestorablePages(5, {"kv": 5, "mamba": 5}, [1, 5])),
+    ([True] * 3, [PoolPresence("swa", [False, False, True], 1), PoolPresence("mamba", [False, True, False], 1)],
+     RestorablePages(0, {"kv": 3, "swa": 3, "mamba": 2}, [])),
+], ids=["kv alone", "no first page", "all pages", "five and not four", "nothing in common"])  # fmt: skip
+def test_what_is_told_of_each_pool(kv: list[bool], asked: list[PoolPresence], expected: RestorablePages) -> None:
+    assert fold("kv", kv, asked) == expected
 
 
 def test_any_pools_at_all() -> None:

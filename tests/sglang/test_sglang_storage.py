@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from tests.sglang import standins
 standins.install()
 
 import torch
-from asynccache_backends.memory import MemoryBackend
 from asynccache_sglang import identity
 from asynccache_sglang.storage import AsyncCacheStorage
 from asynccache_sglang.storage import _server as server_of_this_process
@@ -41,8 +39,8 @@ from sglang.srt.server_args import ServerArgs
 from asynccache import ConfigError
 from asynccache.errors import Unavailable
 from asynccache.host.server import HostServer
-from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.host.host_kit import serving, socket_path
+from asynccache.storage import Result
+from tests.host.host_kit import beside
 from tests.sglang.host_pools import (
     PAGES,
     anchor,
@@ -56,46 +54,27 @@ from tests.sglang.host_pools import (
     scramble,
     states,
 )
+from tests.storage.pages_kit import Misbehaving, until
 
 KEYS = [f"{page:064x}" for page in range(PAGES)]
 
 
-class Odd(WrappedBackend):
-    """A store of which every call, as soon as ``how`` is set, hangs or fails. ``stuck`` cannot be cancelled."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.how = "works"
-        self.gate = asyncio.Event()
-
-    async def exists(self, keys: Any) -> Any:
-        await self._suffer()
-        return await super().exists(keys)
-
-    async def get(self, keys: Any, records: Any) -> Any:
-        await self._suffer()
-        return await super().get(keys, records)
-
-    async def put(self, keys: Any, records: Any) -> Any:
-        await self._suffer()
-        return await super().put(keys, records)
+class Odd(Misbehaving):
+    """A store of which every call misbehaves in one way, as soon as it is told which."""
 
     async def clear(self) -> None:
-        await self._suffer()
-        await super().clear()
+        await self._suffer("clear", (), self._cleared)
 
-    async def _suffer(self) -> None:
-        if self.how == "fails":
-            raise Unavailable("nobody is there")
-        if self.how == "hangs":
-            await asyncio.Event().wait()
-        if self.how == "stuck":
-            waiting = asyncio.ensure_future(self.gate.wait())
-            while not waiting.done():
-                try:
-                    await asyncio.shield(waiting)
-                except asyncio.CancelledError:
-                    continue
+    async def _cleared(self) -> list[Result]:
+        await super().clear()
+        return []
+
+    def begin(self, how: str) -> None:
+        self.how = dict.fromkeys(("exists", "get", "put", "clear"), how)
+
+    def let_go(self) -> None:
+        self.how = {}
+        self.gate.set()
 
 
 @pytest.fixture
@@ -138,25 +117,21 @@ def _raw(pool: Any, page: int) -> torch.Tensor:
 def test_more_pages_than_rows_of_staging_go_in_several_calls(tmp_path: Path) -> None:
     pool = mha()
     before = [flat(pool, page) for page in range(PAGES)]
-    storage = opened({"kv": pool}, file_store(tmp_path) | {"staging": 2000})  # two pages of 768 bytes
-    try:
+    with closing(opened({"kv": pool}, file_store(tmp_path) | {"staging": 2000})) as storage:  # two pages of 768 bytes
         assert all(storage.batch_set_v1(KEYS, indices(*range(PAGES))))
         scramble(pool)
         assert all(storage.batch_get_v1(KEYS, indices(*range(PAGES))))
         assert all(torch.equal(flat(pool, page), before[page]) for page in range(PAGES))
-    finally:
-        storage.close()
 
 
 def test_pools_of_a_hybrid_model_in_one_call(tmp_path: Path) -> None:
     pools = {"kv": mha(), "swa": mha("page_first_direct", seed=5), "mamba": mla(seed=6)}
     before = {name: [flat(pool, page) for page in range(PAGES)] for name, pool in pools.items()}
-    storage = opened(pools, file_store(tmp_path))
     transfers = [
         PoolTransfer(PoolName.SWA, indices(1, 2), keys=KEYS[3:5]),
         PoolTransfer(PoolName.MAMBA, indices(7), keys=KEYS[4:5]),
     ]
-    try:
+    with closing(opened(pools, file_store(tmp_path))) as storage:
         assert all(storage.batch_set_v1(KEYS[:5], indices(*range(5))))
         assert storage.batch_set_v2(transfers) == {PoolName.SWA: [True, True], PoolName.MAMBA: [True]}
         asked = [
@@ -179,8 +154,6 @@ def test_pools_of_a_hybrid_model_in_one_call(tmp_path: Path) -> None:
         assert torch.equal(flat(pools["swa"], 8), before["swa"][1])
         assert torch.equal(flat(pools["swa"], 9), before["swa"][2])
         assert torch.equal(flat(pools["mamba"], 0), before["mamba"][7])
-    finally:
-        storage.close()
 
 
 def test_an_anchor_without_bytes_has_a_mark_for_each_page(tmp_path: Path) -> None:
@@ -215,32 +188,28 @@ def test_indices_that_do_not_fit_the_keys_move_nothing(tmp_path: Path) -> None:
 
 def test_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
     for rank, there in ((0, 0), (1, 0), (0, 1)):
-        storage = opened({"kv": mha()}, file_store(tmp_path), tp_rank=rank, tp_size=2)
-        assert storage.batch_exists(KEYS[:1]) == there
-        assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
-        storage.close()
+        with closing(opened({"kv": mha()}, file_store(tmp_path), tp_rank=rank, tp_size=2)) as storage:
+            assert storage.batch_exists(KEYS[:1]) == there
+            assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
 
 
 def test_one_rank_writes_for_all_where_all_have_the_same(tmp_path: Path) -> None:
-    def rank(number: int) -> AsyncCacheStorage:
+    def rank(number: int) -> closing[AsyncCacheStorage]:
         pools = {"kv": mla(), "mamba": mla(seed=3)}
-        return opened(pools, file_store(tmp_path), tp_rank=number, tp_size=2, is_mla_model=True)
+        return closing(opened(pools, file_store(tmp_path), tp_rank=number, tp_size=2, is_mla_model=True))
 
-    other = rank(1)
-    assert other.batch_set_v1(KEYS[:1], indices(0)) == [True], "told as done, and left to the first rank"
-    assert other.batch_exists(KEYS[:1]) == 0
-    other.close()
-    first = rank(0)
-    assert first.batch_set_v1(KEYS[:1], indices(0)) == [True]
     state = [PoolTransfer(PoolName.MAMBA, indices(0), keys=KEYS[:1])]
-    assert first.batch_set_v2(state) == {PoolName.MAMBA: [True]}
-    first.close()
-    other = rank(1)
-    assert other.batch_get_v1(KEYS[:1], indices(0)) == [True]
-    assert other.batch_get_v2(state) == {PoolName.MAMBA: [False]}, "states are sharded all the same"
-    assert other.batch_set_v2(state) == {PoolName.MAMBA: [True]}
-    assert other.batch_get_v2(state) == {PoolName.MAMBA: [True]}
-    other.close()
+    with rank(1) as other:
+        assert other.batch_set_v1(KEYS[:1], indices(0)) == [True], "told as done, and left to the first rank"
+        assert other.batch_exists(KEYS[:1]) == 0
+    with rank(0) as first:
+        assert first.batch_set_v1(KEYS[:1], indices(0)) == [True]
+        assert first.batch_set_v2(state) == {PoolName.MAMBA: [True]}
+    with rank(1) as other:
+        assert other.batch_get_v1(KEYS[:1], indices(0)) == [True]
+        assert other.batch_get_v2(state) == {PoolName.MAMBA: [False]}, "states are sharded all the same"
+        assert other.batch_set_v2(state) == {PoolName.MAMBA: [True]}
+        assert other.batch_get_v2(state) == {PoolName.MAMBA: [True]}
 
 
 @pytest.mark.parametrize(
@@ -315,15 +284,14 @@ def test_clear_forgets_everything(tmp_path: Path) -> None:
         assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
 
 
-@pytest.mark.parametrize("how", ["fails", "hangs", "stuck"])
+@pytest.mark.parametrize("how", ["is unavailable", "hangs", "is stuck"])
 def test_a_clear_that_a_store_cannot_do_ends_and_says_so(odd: Odd, how: str) -> None:
     storage = opened({"kv": mha()}, {"storage": "memory:", "timeout": 0.2})
-    odd.how = how
+    odd.begin(how)
     began = time.monotonic()
     assert storage.clear() is False
     assert time.monotonic() - began < 2
-    odd.how = "works"
-    storage._opened()._serving._loop.call_soon_threadsafe(odd.gate.set)
+    odd.let_go()
     storage.close()
 
 
@@ -360,13 +328,13 @@ def test_flipped_bits_are_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [mha, mla], ids=["copied", "in place"])
-@pytest.mark.parametrize("how", ["fails", "hangs"])
+@pytest.mark.parametrize("how", ["is unavailable", "hangs"])
 def test_a_store_that_is_dead_or_hangs_costs_its_deadline_and_is_misses(
     odd: Odd, make: Callable[..., Any], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = opened({"kv": make()}, {"storage": "memory:", "timeout": 0.3, "lookup_timeout": 0.2})
     assert storage.batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
-    odd.how = how
+    odd.begin(how)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert storage.batch_exists(KEYS[:2]) == 0
@@ -375,7 +343,7 @@ def test_a_store_that_is_dead_or_hangs_costs_its_deadline_and_is_misses(
         assert storage.batch_exists_v2(KEYS[:2]).kv_hit_pages == 0
     assert time.monotonic() - began < 5
     assert "asynccache: 2 of 2 pages of pool kv were not moved in" in caplog.text
-    odd.how = "works"
+    odd.let_go()
     storage.close()
 
 
@@ -384,7 +352,7 @@ def test_rows_that_a_store_does_not_let_go_of_are_not_used_again(odd: Odd) -> No
     pool = mha()
     storage = opened({"kv": pool}, {"storage": "memory:", "timeout": 0.2, "staging": 2000})
     rows = storage._pools["kv"].rows
-    odd.how = "stuck"
+    odd.begin("is stuck")
     before = flat(pool, 2)
     began = time.monotonic()
     assert storage.batch_get_v1(KEYS[:2], indices(2, 3)) == [False, False]
@@ -392,8 +360,7 @@ def test_rows_that_a_store_does_not_let_go_of_are_not_used_again(odd: Odd) -> No
     assert time.monotonic() - began < 5
     assert rows.take(1, 0.0) == []
     assert torch.equal(flat(pool, 2), before)
-    odd.how = "works"
-    storage._opened()._serving._loop.call_soon_threadsafe(odd.gate.set)
+    odd.let_go()
     found = rows.take(2, time.monotonic() + 10)
     assert found
     rows.give_back(found)
@@ -409,13 +376,6 @@ def test_a_store_that_cannot_be_opened_fails_the_attaching(tmp_path: Path) -> No
 # Hints in the extra info of SGLang's calls. The version tested here passes none so far: the tests put them there.
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.002)
-
-
 def extra(*actions: tuple[str, Any], prefix: list[str] | None = None, typed: bool = True) -> HiCacheStorageExtraInfo:
     made = [{"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": said} for kind, said in actions]
     envelope: Any = {"protocol_version": "0.1", "message_id": "m", "actions": made}
@@ -425,43 +385,33 @@ def extra(*actions: tuple[str, Any], prefix: list[str] | None = None, typed: boo
     return HiCacheStorageExtraInfo(prefix_keys=prefix, extra_info={"kv_hints": envelope})
 
 
-async def beside(work: Callable[[Any, HostServer], None], **more: Any) -> None:
-    path = socket_path()
-    async with serving(path, **more) as server:
-
-        def play() -> None:
-            pools = {"kv": mha(), "swa": mha("page_first_direct", seed=5)}
-            with closing(opened(pools, {"storage": f"host:{path}"})) as storage:
-                work(storage, server)
-
-        await asyncio.to_thread(play)
+@contextmanager
+def on_a_host_process(**more: Any) -> Iterator[tuple[AsyncCacheStorage, HostServer]]:
+    pools = {"kv": mha(), "swa": mha("page_first_direct", seed=5)}
+    with beside(**more) as server, closing(opened(pools, {"storage": f"host:{server.path}"})) as storage:
+        yield storage, server
 
 
 @pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.asyncio
-async def test_what_is_kept_or_has_ended_is_told_to_the_host_process(typed: bool) -> None:
-    def work(storage: Any, server: HostServer) -> None:
-        size = storage._pools["kv"].source.page_size if storage._pools else None
-        assert size is not None
+def test_what_is_kept_or_has_ended_is_told_to_the_host_process(typed: bool) -> None:
+    with on_a_host_process() as (storage, server):
+        size = storage._pools["kv"].source.page_size
         assert all(storage.batch_set_v1(KEYS[:4], indices(0, 1, 2, 3), extra(typed=typed)))
         told = extra(("kv.retain", {"duration": 60, "end": 5 * size}), prefix=KEYS[:4], typed=typed)
         assert all(storage.batch_set_v1(KEYS[4:6], indices(4, 5), told))
-        wait_for(lambda: server.table.counts["kept"] == 5)
+        until(lambda: server.table.counts["kept"] == 5)
         ended = extra(("kv.end", {}), prefix=KEYS[:6], typed=typed)
         done = storage.batch_set_v2([PoolTransfer(PoolName.SWA, indices(1, 2), keys=KEYS[6:8])], ended)
         assert done == {PoolName.SWA: [True, True]}
-        wait_for(lambda: server.table.counts["ended"] == 2)
+        until(lambda: server.table.counts["ended"] == 2)
         from_here = extra(("kv.deref", {"start": 3 * size}), prefix=KEYS[:6], typed=typed)
         assert all(storage.batch_set_v1(KEYS[6:7], indices(6), from_here))
-        wait_for(lambda: server.table.counts["ended"] == 6)
+        until(lambda: server.table.counts["ended"] == 6)
         assert storage.hint_counts == {"keep": 1, "ended": 2}
 
-    await beside(work)
 
-
-@pytest.mark.asyncio
-async def test_a_prefetch_reads_into_the_memory_and_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
-    def work(storage: Any, server: HostServer) -> None:
+def test_a_prefetch_reads_into_the_memory_and_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+    with on_a_host_process(stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as (storage, server):
         skip = extra(("kv.skip_store", {}))
         assert storage.batch_set_v1(KEYS[:2], indices(0, 1), skip) == [False, False]
         assert storage.batch_set_v2([PoolTransfer(PoolName.SWA, indices(1), keys=KEYS[:1])], skip) == {"swa": [False]}
@@ -469,27 +419,22 @@ async def test_a_prefetch_reads_into_the_memory_and_what_is_not_to_be_stored_is_
         assert all(storage.batch_set_v1(KEYS[:3], indices(0, 1, 2)))
         behind = server.behind
         assert behind is not None
-        wait_for(lambda: behind.counts().get("file.written") == 3)
+        until(lambda: behind.counts().get("file.written") == 3)
         server.table.clear()
         assert storage.batch_exists(KEYS[:3], extra(("kv.prefetch", {}))) == 3
-        wait_for(lambda: len(server.table.index) == 3)
-
-    await beside(work, stores=[f"file:{tmp_path}/kv?capacity=64MiB"])
+        until(lambda: len(server.table.index) == 3)
 
 
 @pytest.mark.parametrize("said", [
     None, "kv.end", {"kv_hints": 3}, {"kv_hints": {"actions": [{"action_type": 7}]}}, [], {"kv_hints": {"actions": {}}},
 ])  # fmt: skip
-@pytest.mark.asyncio
-async def test_absurd_extra_info_changes_nothing(said: Any) -> None:
-    def work(storage: Any, server: HostServer) -> None:
+def test_absurd_extra_info_changes_nothing(said: Any) -> None:
+    with on_a_host_process() as (storage, server):
         info = HiCacheStorageExtraInfo(prefix_keys=None, extra_info=said)
         assert all(storage.batch_set_v1(KEYS[:3], indices(0, 1, 2), info))
         assert storage.batch_exists(KEYS[:3], info) == 3
         assert set(storage.hint_counts) <= {"malformed"}
         assert server.table.counts["kept"] == server.table.counts["ended"] == 0
-
-    await beside(work)
 
 
 def test_stores_that_take_no_hints_are_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel, reset_context
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from tests.sglang import kernels
+from tests.sglang import standins
 
 PAGE = 4
 TOKENS = 64
@@ -117,7 +117,7 @@ class Tiny:
     def __init__(
         self, kind: str, layout: str, extra: dict[str, Any], backend: str = "dynamic", tp: tuple[int, int] = (0, 1)
     ) -> None:
-        kernels.install()
+        standins.install_kernels()
         reset_context()
         self.place = get_parallel().override(
             tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, attn_dcp_size=1,
@@ -310,11 +310,6 @@ class Tiny:
     def _indices(self, tokens: Sequence[int]) -> torch.Tensor:
         found: torch.Tensor = self.cache.path_device_indices(self._match(tokens).last_device_node)
         return found
-
-
-def prompt(number: int, pages: int = 6) -> list[int]:
-    """Tokens of a prompt."""
-    return [1000 * number + at for at in range(pages * PAGE)]
 
 
 def _key(tokens: Sequence[int]) -> Any:

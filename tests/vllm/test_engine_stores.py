@@ -30,6 +30,15 @@ pytestmark = [pytest.mark.skipif(not installed(), reason='vLLM is not installed:
 
 
 WHOLE = 16 * BLOCK
+RECOVERS_WITHIN = 60.0
+
+
+def gives(engine: RunningEngine, number: int, expected: Answer, *, cached: int) -> Answer:
+    """The answer to a prompt, which is as expected; so many tokens of the prompt were not computed."""
+    answer = engine.generate(prompt(number))
+    answer.same_as(expected)
+    assert answer.cached == cached
+    return answer
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -42,35 +51,25 @@ def test_what_was_stored_is_served_after_a_reset_and_in_a_new_process(
     tiers = [tier(f"file:{tmp_path}/kv")]
     with RunningEngine(model, tmp_path, tiers=tiers, processes=kind == "llama") as engine:
         for number in (0, 1):
-            cold = engine.generate(prompt(number))
-            assert cold.cached == 0
-            cold.same_as(expected[number])
+            gives(engine, number, expected[number], cached=0)
         assert engine.generate(prompt(0)).cached == WHOLE, "on the device"
         engine.forget(host=False)
-        host = engine.generate(prompt(0))
-        assert host.cached == WHOLE
-        host.same_as(expected[0])
+        gives(engine, 0, expected[0], cached=WHOLE)
         assert engine.from_tier() == (0, 0), "vLLM's own host tier had it"
         engine.forget()
-        stored = engine.generate(prompt(0))
-        assert stored.cached == WHOLE
-        stored.same_as(expected[0])
+        gives(engine, 0, expected[0], cached=WHOLE)
         hits, read = engine.from_tier()
         assert hits > 0
         assert read > 0
         assert engine.chunks("loaded_chunks") == {"hit": hits}
     with RunningEngine(model, tmp_path, tiers=tiers) as engine:
         for number in (1, 0):
-            stored = engine.generate(prompt(number))
-            assert stored.cached == WHOLE
-            stored.same_as(expected[number])
+            gives(engine, number, expected[number], cached=WHOLE)
         assert engine.from_tier() == (2 * hits, 2 * read)
         longer = [*prompt(0)[:WHOLE], *prompt(2)]
         engine.forget()
         assert engine.generate(longer).cached == WHOLE, "the prefix that is known"
-        unknown = engine.generate(prompt(3))
-        assert unknown.cached == 0
-        unknown.same_as(expected[3])
+        gives(engine, 3, expected[3], cached=0)
 
 
 def test_two_ranks_have_a_store_of_their_own(models: Models, tmp_path: Path) -> None:
@@ -82,13 +81,9 @@ def test_two_ranks_have_a_store_of_their_own(models: Models, tmp_path: Path) -> 
         engine.forget()
         assert engine.generate(prompt(0)).cached == WHOLE
     with RunningEngine(model, tmp_path, tiers=tiers, tp=2) as engine:
-        other = engine.generate(prompt(0))
-        assert other.cached == 0
-        other.same_as(expected[0])
+        gives(engine, 0, expected[0], cached=0)
         engine.forget()
-        own = engine.generate(prompt(0))
-        assert own.cached == WHOLE
-        own.same_as(expected[0])
+        gives(engine, 0, expected[0], cached=WHOLE)
         assert engine.from_tier()[0] == 16
 
 
@@ -113,9 +108,6 @@ def test_other_weights_of_the_same_name_have_a_store_of_their_own(models: Models
 # again, with nothing but the host process's memory between them.
 
 
-BACK_WITHIN = 60.0
-
-
 def counts(server: HostProcess) -> dict[str, float]:
     """What the server counts, once nothing is being written."""
     return asyncio.run(server.settled())
@@ -136,9 +128,7 @@ def test_two_engines_find_what_the_other_stored_and_so_does_one_that_was_killed(
                 second.kill()
             with RunningEngine(model, tmp_path, tiers=tiers) as again:
                 for number in (1, 0):
-                    found = again.generate(prompt(number))
-                    assert found.cached == WHOLE
-                    found.same_as(expected[number])
+                    gives(again, number, expected[number], cached=WHOLE)
                 assert again.chunks("loaded_chunks") == {"hit": 2 * hits}
                 again.generate(prompt(3)).same_as(expected[3])
             first.generate(prompt(0)).same_as(expected[0])
@@ -151,14 +141,10 @@ def test_two_engines_find_what_the_other_stored_and_so_does_one_that_was_killed(
 
 def shared(one: RunningEngine, other: RunningEngine, number: int, expected: Answer) -> int:
     """``one`` computes and stores a prompt, which ``other`` has never seen, and then loads. Returns how many chunks."""
-    cold = one.generate(prompt(number))
-    assert cold.cached == 0
-    cold.same_as(expected)
+    gives(one, number, expected, cached=0)
     one.quiet()
     before = other.chunks("loaded_chunks").get("hit", 0)
-    found = other.generate(prompt(number))
-    assert found.cached == WHOLE
-    found.same_as(expected)
+    gives(other, number, expected, cached=WHOLE)
     loaded = other.chunks("loaded_chunks")["hit"] - before
     assert loaded > 0
     return loaded
@@ -178,25 +164,11 @@ def test_an_engine_goes_on_without_its_host_process_and_hits_again_with_the_next
             server.start()
             try:
                 counts(server)
-                hit_again(engine, expected[0])
+                until_it_hits(engine, 0, expected[0])
             finally:
                 server.kill()
             engine.forget()
-            alone = engine.generate(prompt(0))
-            assert alone.cached == 0
-            alone.same_as(expected[0])
-
-
-def hit_again(engine: RunningEngine, expected: Answer) -> None:
-    """Ask until the answer comes from the host process: the engine stores prompts as soon as it has noticed it."""
-    until = time.monotonic() + BACK_WITHIN
-    while True:
-        engine.forget()
-        found = engine.generate(prompt(0))
-        found.same_as(expected)
-        if found.cached == WHOLE:
-            return
-        assert time.monotonic() < until, f"no hit any more: {engine.log[-2000:]}"
+            gives(engine, 0, expected[0], cached=0)
 
 
 def test_a_router_finds_an_engines_blocks_by_vllms_own_hashes_also_when_the_engine_has_gone(
@@ -222,7 +194,7 @@ def test_a_router_finds_an_engines_blocks_by_vllms_own_hashes_also_when_the_engi
                 blocks = [block for event in told if isinstance(event, BlockStored) and event.medium == "GPU"
                           for block in event.block_hashes][:16]  # fmt: skip
                 assert len(set(blocks)) == 16
-                end = time.monotonic() + BACK_WITHIN
+                end = time.monotonic() + RECOVERS_WITHIN
                 while [*fleet.hits(blocks).values()] != [(16, 0, 0), (0, 16, 0)]:
                     assert time.monotonic() < end, (fleet.hits(blocks), fleet.stats())
                     time.sleep(0.05)
@@ -235,24 +207,22 @@ def test_a_router_finds_an_engines_blocks_by_vllms_own_hashes_also_when_the_engi
 # vLLM's real engine over a store that fails: no request gets other tokens, or waits for longer than it should.
 
 
-RECOVERS_WITHIN = 60.0
-
-
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
     with RedisServer() as server:
         yield server
 
 
-def until_it_hits(engine: RunningEngine, number: int) -> Answer:
-    """The first answer to a prompt that comes from the store. The store may need a while to be trusted again."""
+def until_it_hits(engine: RunningEngine, number: int, expected: Answer) -> None:
+    """Ask until the answer comes from the store, which may need a while to be trusted again. Every answer is right."""
     until = time.monotonic() + RECOVERS_WITHIN
     while True:
-        engine.generate(prompt(number))                # stored, if it was not
+        engine.generate(prompt(number)).same_as(expected)  # stored, if it was not
         engine.forget()
         answer = engine.generate(prompt(number))
+        answer.same_as(expected)
         if answer.cached == WHOLE:
-            return answer
+            return
         assert time.monotonic() < until, f"no hit any more: {engine.log[-2000:]}"
         engine.forget()
 
@@ -266,15 +236,11 @@ def test_flipped_bits_are_computed_again(models: Models, tmp_path: Path) -> None
         assert engine.generate(prompt(0)).cached == WHOLE
         engine.forget()
         assert flip_bits(tmp_path / "kv") >= 16 * 8, "there are 16 pages of 64 KiB"
-        again = engine.generate(prompt(0))
-        again.same_as(expected[0])
-        assert again.cached == 0
+        gives(engine, 0, expected[0], cached=0)
         assert engine.chunks("loaded_chunks").get("corrupt", 0) > 0
         assert "corrupt" in engine.log
         engine.forget()
-        stored = engine.generate(prompt(0))
-        assert stored.cached == WHOLE
-        stored.same_as(expected[0])
+        gives(engine, 0, expected[0], cached=WHOLE)
 
 
 def flip_bits(folder: Path) -> int:
@@ -317,11 +283,9 @@ def test_redis_is_killed_in_the_middle_of_a_load(models: Models, tmp_path: Path,
         assert engine.chunks("loaded_chunks") == {"hit": 16, "failed": 16}
         engine.forget()
         for number in (0, 2):
-            dead = engine.generate(prompt(number))
-            dead.same_as(expected[number])
-            assert dead.cached == 0
+            gives(engine, number, expected[number], cached=0)
         redis.start()
-        until_it_hits(engine, 3).same_as(expected[3])
+        until_it_hits(engine, 3, expected[3])
 
 
 def kill_in_a_load(redis: RedisServer, before: int) -> None:
@@ -354,16 +318,14 @@ def test_a_store_that_hangs_costs_a_request_its_deadline(models: Models, tmp_pat
         assert engine.generate(prompt(1)).cached == WHOLE
         engine.forget()
         redis.hang()
-        hung = engine.generate(prompt(0))
-        hung.same_as(expected[0])
-        assert hung.cached == 0
+        hung = gives(engine, 0, expected[0], cached=0)
         assert hung.seconds < deadline + 2 * alone + 0.5
         for number in (1, 2, 3):
             answer = engine.generate(prompt(number))
             answer.same_as(expected[number])
             assert answer.seconds < deadline + 2 * alone + 0.5
         redis.resume()
-        until_it_hits(engine, 1).same_as(expected[1])
+        until_it_hits(engine, 1, expected[1])
 
 
 @pytest.fixture
@@ -387,20 +349,16 @@ def test_a_full_disk_stores_no_more_and_serves_what_it_has(models: Models, tmp_p
     tiers = [tier(f"file:{small_disk}/kv?capacity=64MiB&segment=1MiB")]
     with RunningEngine(models.folder("llama"), tmp_path, tiers=tiers) as engine:
         for number in range(4):
-            answer = engine.generate(prompt(number))
-            answer.same_as(expected[number])
-            assert answer.cached == 0
+            gives(engine, number, expected[number], cached=0)
             engine.quiet()
         engine.forget()
         assert engine.chunks("stored_chunks").get("failed", 0) > 0
-        kept = engine.generate(prompt(0))
-        kept.same_as(expected[0])
-        assert kept.cached == WHOLE
+        gives(engine, 0, expected[0], cached=WHOLE)
         lost = engine.generate(prompt(3))
         lost.same_as(expected[3])
         assert lost.cached < WHOLE
         (small_disk / "other").unlink()
-        until_it_hits(engine, 3).same_as(expected[3])
+        until_it_hits(engine, 3, expected[3])
 
 
 # A store survives an upgrade: what one version of vLLM stored, another one serves, with the same answers.
@@ -418,9 +376,7 @@ def test_an_engine_that_calls_itself_another_version_is_served_what_this_one_sto
         assert engine.generate(prompt(0)).cached == 0
         engine.quiet()
     with RunningEngine(model, tmp_path, tiers=tiers, environment={"CALLS_ITSELF": "0.99.0"}) as engine:
-        served = engine.generate(prompt(0))
-        assert served.cached == WHOLE
-        served.same_as(expected[0])
+        gives(engine, 0, expected[0], cached=WHOLE)
     with RunningEngine(model, tmp_path, tiers=tiers, block_size=2 * BLOCK) as engine:
         assert engine.generate(prompt(0)).cached == 0
 

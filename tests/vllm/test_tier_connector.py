@@ -69,20 +69,23 @@ def built(
         connector.shutdown()
 
 
-def store(tier: Any) -> None:
-    assert tier._pages.put([b"chunk"], [0]).result(10) == [Result.HIT]
+def store(model: Path, folder: Path, entry: dict[str, Any] | None = None, **engine: Any) -> str:
+    """Such an engine stores a chunk. Returns its namespace."""
+    with built(model, folder, entry, **engine) as tier:
+        assert tier._pages.put([b"chunk"], [0]).result(10) == [Result.HIT]
+        namespace: str = tier.namespace
+        return namespace
 
 
-def finds(tier: Any) -> bool:
-    return bool(tier._pages.exists([b"chunk"]).result(10) == [Result.HIT])
+def finds(model: Path, folder: Path, entry: dict[str, Any] | None = None, **engine: Any) -> bool:
+    with built(model, folder, entry, **engine) as tier:
+        return bool(tier._pages.exists([b"chunk"]).result(10) == [Result.HIT])
 
 
 def test_an_engine_with_the_same_weights_anywhere_finds_what_was_stored(model: Path, tmp_path: Path) -> None:
-    with built(model, tmp_path) as tier:
-        store(tier)
+    store(model, tmp_path)
     copy = shutil.copytree(model, tmp_path / "copy")
-    with built(copy, tmp_path) as tier:
-        assert finds(tier)
+    assert finds(copy, tmp_path)
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -94,10 +97,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_an_engine_that_computes_otherwise_finds_nothing(model: Path, tmp_path: Path, what: str) -> None:
-    with built(model, tmp_path) as tier:
-        store(tier)
-    with built(model, tmp_path, **OTHERS[what]) as tier:
-        assert not finds(tier)
+    store(model, tmp_path)
+    assert not finds(model, tmp_path, **OTHERS[what])
 
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
@@ -111,17 +112,13 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 def test_a_version_that_cannot_change_the_bytes_finds_what_another_one_stored(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with built(model, tmp_path) as tier:
-        store(tier)
-        stored = tier.namespace
+    stored = store(model, tmp_path)
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with built(model, tmp_path) as tier:
-        assert finds(tier)
-        assert tier.namespace == stored
-        assert "0.99" not in stored
+    assert finds(model, tmp_path)
+    assert store(model, tmp_path) == stored
+    assert "0.99" not in stored
     for what, changed in ELSEWHERE.items():
-        with built(model, tmp_path, **changed) as tier:
-            assert not finds(tier), what
+        assert not finds(model, tmp_path, **changed), what
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -134,30 +131,23 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 def test_a_version_that_may_change_the_bytes_finds_nothing_unless_the_user_says_that_it_does_not(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    with built(model, tmp_path, **UNKNOWN[what]) as tier:
-        store(tier)
+    store(model, tmp_path, **UNKNOWN[what])
     ours = vllm.__version__
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     for said, found in ((None, False), ("0.98.0", False), (ours, True)):
-        with built(model, tmp_path, {"compatible_with": said}, **UNKNOWN[what]) as tier:
-            assert finds(tier) is found, said
+        assert finds(model, tmp_path, {"compatible_with": said}, **UNKNOWN[what]) is found, said
 
 
 def test_other_weights_under_the_same_name_find_nothing(model: Path, tmp_path: Path) -> None:
-    with built(model, tmp_path) as tier:
-        store(tier)
+    store(model, tmp_path)
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
-    with built(model, tmp_path) as tier:
-        assert not finds(tier)
+    assert not finds(model, tmp_path)
 
 
 def test_the_users_namespace_is_enough_and_must_change_with_the_weights(model: Path, tmp_path: Path) -> None:
-    with built(model, tmp_path, {"namespace": "v1"}, load_format="dummy") as tier:
-        store(tier)
-    with built(model, tmp_path, {"namespace": "v2"}, load_format="dummy") as tier:
-        assert not finds(tier)
-    with built(model, tmp_path, {"namespace": "v1"}, load_format="dummy") as tier:
-        assert finds(tier)
+    store(model, tmp_path, {"namespace": "v1"}, load_format="dummy")
+    assert not finds(model, tmp_path, {"namespace": "v2"}, load_format="dummy")
+    assert finds(model, tmp_path, {"namespace": "v1"}, load_format="dummy")
 
 
 @pytest.mark.parametrize(

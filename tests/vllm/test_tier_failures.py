@@ -80,9 +80,7 @@ def timed(act: Callable[[], int]) -> tuple[int, float]:
 
 def results(playing: Scheduler, metric: str) -> dict[str, int | float]:
     """By the result, what vLLM's metrics would get of one of ours."""
-    stats = playing.manager.get_stats()
-    found = {} if stats is None else stats.reduce()
-    return {name.split("'")[1]: count for name, count in found.items() if name.startswith(f"{metric}:")}
+    return {name.split("'")[1]: count for name, count in playing.counted().items() if name.startswith(f"{metric}:")}
 
 
 # stores that hang
@@ -93,8 +91,7 @@ def test_a_store_that_does_not_answer_costs_a_request_its_deadline_and_later_one
 ) -> None:
     store = Misbehaving()
     with over(monkeypatch, store) as playing:
-        playing.compute(keys_of(8))
-        playing.reset()
+        playing.leave_stored(keys_of(8))
         store.how["exists"] = "hangs"
         for name in ("first", "second"):
             hits, seconds = timed(lambda name=name: playing.serve(keys_of(8, name)))  # type: ignore[misc]
@@ -115,8 +112,7 @@ def test_the_lookup_and_the_load_have_one_deadline_together(monkeypatch: pytest.
             load(transfer)
 
         monkeypatch.setattr(playing.tier._transfers, "load", watched)
-        playing.compute(keys_of(2))
-        playing.reset()
+        playing.leave_stored(keys_of(2))
         exists = playing.tier._pages.exists
 
         def slow(keys: Any, **more: Any) -> Any:
@@ -134,8 +130,7 @@ def test_what_waits_behind_a_load_that_stalls_ends_with_it(monkeypatch: pytest.M
     monkeypatch.setattr("asynccache_vllm.transfers.WINDOW", 2 * CHUNK)
     store = Misbehaving()
     with over(monkeypatch, store) as playing:
-        playing.compute(keys_of(12))
-        playing.reset()
+        playing.leave_stored(keys_of(12))
         store.how["get"] = "hangs"
         hits, seconds = timed(lambda: playing.serve(keys_of(12)))
         assert hits == 0
@@ -157,8 +152,7 @@ def test_of_a_load_that_stalls_the_parts_that_arrived_are_kept(monkeypatch: pyte
     monkeypatch.setattr("asynccache_vllm.transfers.PART", 4 * CHUNK)
     monkeypatch.setattr("asynccache_vllm.transfers.WINDOW", 4 * CHUNK)
     with over(monkeypatch, HangsLater()) as playing:
-        playing.compute(keys_of(12))
-        playing.reset()
+        playing.leave_stored(keys_of(12))
         assert playing.serve(keys_of(12)) == 4
         assert results(playing, LOADED) == {"hit": 4, "failed": 8}
 
@@ -169,8 +163,7 @@ def test_a_store_that_keeps_memory_holds_up_its_own_request_only(monkeypatch: py
     monkeypatch.setattr(tiers, "CLOSE_TIMEOUT", 0.1)
     store = Misbehaving()
     with over(monkeypatch, store) as playing:
-        playing.compute(keys_of(8))
-        playing.reset()
+        playing.leave_stored(keys_of(8))
         store.how["get"] = "is stuck"
         request = playing.begin("stuck")
         for _ in range(200):
@@ -250,8 +243,7 @@ def test_redis_dies_and_comes_back(told: pytest.LogCaptureFixture) -> None:
     with RedisServer() as server:
         entry = {"storage": f"{server.url}?timeout=2", "namespace": "n", "lookup_timeout": TIMEOUT}
         with scheduler(config(entry)) as playing:
-            playing.compute(keys_of(8))
-            playing.reset()
+            playing.leave_stored(keys_of(8))
             assert playing.serve(keys_of(8)) == 8
             playing.reset()
             server.kill()
@@ -268,16 +260,14 @@ def test_redis_dies_and_comes_back(told: pytest.LogCaptureFixture) -> None:
                 assert time.monotonic() < deadline, "it is not used again"
                 time.sleep(0.1)
                 playing.settle()
-                playing.compute(keys_of(4, "later"))
-                playing.reset()
+                playing.leave_stored(keys_of(4, "later"))
     assert "failed (redis: " in told.text
 
 
 def test_redis_dies_between_the_answer_and_the_load() -> None:
     with RedisServer() as server:
         with scheduler(config({"storage": server.url, "namespace": "n", "lookup_timeout": TIMEOUT})) as playing:
-            playing.compute(keys_of(8))
-            playing.reset()
+            playing.leave_stored(keys_of(8))
             request = playing.begin()
             while playing.manager.lookup(keys_of(8)[7], request) is LookupResult.RETRY:
                 playing.step()
@@ -318,8 +308,7 @@ def test_flipped_bits_are_a_miss_for_exactly_their_chunks(
         request = playing.begin()
         there = [playing.manager.primary_tier.lookup(key, request) is LookupResult.HIT for key in keys]
         assert there == [True, True, True, False, True, True, False, True], "what verified is kept"
-        playing.compute(keys)
-        playing.reset()
+        playing.leave_stored(keys)
         assert playing.serve(keys) == 8, "what was computed again is stored again"
     assert "loaded 2 corrupt" in told.text
 

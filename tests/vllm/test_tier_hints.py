@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from asynccache.host.server import HostServer
 from asynccache.storage.contract import named_key
-from tests.host.host_kit import serving, socket_path
-from tests.vllm.tier_kit import Scheduler, config, keys_of, payload, scheduler
+from tests.host.host_kit import beside
+from tests.vllm.tier_kit import Scheduler, config, keys_of, scheduler
 
 TOKENS = 16  # of a chunk
 
@@ -37,9 +36,7 @@ class Hinting(Scheduler):
     """A scheduler whose requests carry hints; it notes where chunks end, as vLLM's does."""
 
     def request(self, keys: list[Any], envelope: Any = None) -> ReqContext:
-        self.requests += 1
-        request = ReqContext(req_id=f"r{self.requests}", kv_hints=envelope)
-        self.manager.on_new_request(request)
+        request = self.begin(kv_hints=envelope)
         for at, key in enumerate(keys):
             request.set_offload_key_position(key, (at + 1) * TOKENS)
         return request
@@ -47,55 +44,26 @@ class Hinting(Scheduler):
     def turn(self, keys: list[Any], envelope: Any = None) -> int:
         """Serve a request: what is found is loaded, the rest computed and stored. Returns how many were found."""
         request = self.request(keys, envelope)
-        found = self.prefix(keys, request)
-        if found:
-            spec = self.manager.prepare_load(keys[:found], request)
-            for key, chunk in zip(keys, spec.block_ids, strict=False):
-                assert self.region[int(chunk) : int(chunk) + 1].tobytes() == payload(key), "wrong bytes"
-            self.manager.complete_load(keys[:found], request)
-        output = self.manager.prepare_store(keys[found:], request)
-        if output is not None and output.keys_to_store:
-            for key, chunk in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
-                self.region[int(chunk) : int(chunk) + 1].cast("B")[:] = payload(key)
-            self.manager.complete_store(output.keys_to_store, request)
-        self.step([request.req_id])
-        self.manager.on_request_finished(request)
+        found = self.load(keys, request)
+        self.store(keys[found:], request)
+        self.end(request)
         self.settle()
-        self.told()
+        self.heard()
         return found
-
-    def told(self) -> dict[str, int]:
-        """All that the metrics have got so far."""
-        stats = self.manager.get_stats()
-        for name, count in ({} if stats is None else stats.reduce()).items():
-            if isinstance(count, int):
-                self.sums[name] = self.sums.get(name, 0) + count
-        return self.sums
-
-    sums: dict[str, int]
-
-
-def playing(storage: str, **more: Any) -> Hinting:
-    made = Hinting(config({"storage": storage, "namespace": "tiny"}, **more))
-    made.sums = {}
-    return made
-
-
-async def beside(work: Callable[[str, HostServer], None], memory: int = 1 << 20, **more: Any) -> HostServer:
-    """Run ``work`` in a thread, with a host process beside it."""
-    path = socket_path()
-    async with serving(path, memory=memory, **more) as server:
-        await asyncio.to_thread(work, path, server)
-    return server
 
 
 @contextmanager
-def made_at(path: str) -> Iterator[Hinting]:
-    made = playing(f"host:{path}")
-    try:
-        yield made
-    finally:
-        made.shutdown()
+def made_on(url: str) -> Iterator[Hinting]:
+    made = Hinting(config({"storage": url, "namespace": "tiny"}))
+    yield made
+    made.shutdown()
+
+
+@contextmanager
+def playing(**more: Any) -> Iterator[tuple[HostServer, Hinting]]:
+    """A host process, and a manager on it."""
+    with beside(**{"memory": 1 << 20, **more}) as server, made_on(f"host:{server.path}") as made:
+        yield server, made
 
 
 def page_of(made: Hinting, key: bytes) -> bytes:
@@ -116,81 +84,65 @@ def where(server: HostServer, made: Hinting, keys: list[Any]) -> list[bool]:
     return [page_of(made, key) in server.table.index for key in keys]
 
 
-@pytest.mark.asyncio
-async def test_chunks_of_a_conversation_that_has_ended_go_first_and_those_that_others_have_too_stay() -> None:
-    def work(path: str, server: HostServer) -> None:
-        with made_at(path) as made:
-            system = keys_of(3, "system")
-            one, two = system + keys_of(4, "one"), system + keys_of(4, "two")
-            assert made.turn(one, hints()) == 0
-            made.reset()
-            assert made.turn(two) == 3
-            assert made.turn(one[:7] + keys_of(2, "on"), hints(("kv.end", {}))) == 7
-            wait_for(made, lambda: server.table.counts["ended"] == 6)
-            order = list(server.table.index)[:6]
-            assert all(where(server, made, one + keys_of(2, "on")))
-            assert order == [page_of(made, key) for key in (one[3:] + keys_of(2, "on"))[::-1]]
-
-    await beside(work)
+def test_chunks_of_a_conversation_that_has_ended_go_first_and_those_that_others_have_too_stay() -> None:
+    with playing() as (server, made):
+        system = keys_of(3, "system")
+        one, two = system + keys_of(4, "one"), system + keys_of(4, "two")
+        assert made.turn(one, hints()) == 0
+        made.reset()
+        assert made.turn(two) == 3
+        assert made.turn(one[:7] + keys_of(2, "on"), hints(("kv.end", {}))) == 7
+        wait_for(made, lambda: server.table.counts["ended"] == 6)
+        order = list(server.table.index)[:6]
+        assert all(where(server, made, one + keys_of(2, "on")))
+        assert order == [page_of(made, key) for key in (one[3:] + keys_of(2, "on"))[::-1]]
 
 
-@pytest.mark.asyncio
-async def test_what_is_kept_is_there_when_all_others_have_gone_and_start_and_end_are_tokens() -> None:
-    def work(path: str, server: HostServer) -> None:
-        with made_at(path) as made:
-            kept = keys_of(8, "kept")
-            made.turn(kept, hints(("kv.retain", {"duration": 600, "end": 5 * TOKENS})))
-            wait_for(made, lambda: server.table.counts["kept"] == 5)
-            at = 0
-            while server.table.counts["evicted"] < 200:
-                made.turn(keys_of(8, f"more {at}"))
-                at += 1
-            assert where(server, made, kept) == [True] * 5 + [False] * 3
-            ended = keys_of(8, "ended")
-            made.turn(ended, hints(("kv.end", {"start": 6 * TOKENS})))
-            wait_for(made, lambda: server.table.counts["ended"] == 2)
-            wait_for(made, lambda: made.told().get(f"{HINTED}:('hit',)") == 7)
-            assert made.turn(kept) == 5
-
-    await beside(work)
+def test_what_is_kept_is_there_when_all_others_have_gone_and_start_and_end_are_tokens() -> None:
+    with playing() as (server, made):
+        kept = keys_of(8, "kept")
+        made.turn(kept, hints(("kv.retain", {"duration": 600, "end": 5 * TOKENS})))
+        wait_for(made, lambda: server.table.counts["kept"] == 5)
+        at = 0
+        while server.table.counts["evicted"] < 200:
+            made.turn(keys_of(8, f"more {at}"))
+            at += 1
+        assert where(server, made, kept) == [True] * 5 + [False] * 3
+        ended = keys_of(8, "ended")
+        made.turn(ended, hints(("kv.end", {"start": 6 * TOKENS})))
+        wait_for(made, lambda: server.table.counts["ended"] == 2)
+        wait_for(made, lambda: made.heard()[f"{HINTED}:('hit',)"] == 7)
+        assert made.turn(kept) == 5
 
 
-@pytest.mark.asyncio
-async def test_a_prefetch_has_the_chunks_in_memory_before_the_request_is_scheduled(tmp_path: Path) -> None:
-    def work(path: str, server: HostServer) -> None:
-        with made_at(path) as made:
-            keys = keys_of(6, "prefetched")
-            made.turn(keys)
-            made.reset()
-            behind = server.behind
-            assert behind is not None
-            wait_for(made, lambda: behind.counts().get("file.written") == 6)
-            server.table.clear()
-            named = [bytes(key[:-4]).hex() for key in keys]
-            request = made.request([], hints(("kv.prefetch", {"block_hashes": named})))
-            wait_for(made, lambda: where(server, made, keys) == [True] * 6)
-            made.step()
-            wait_for(made, lambda: all(made.tier._lookups.ask(key, "r", 0.0).value == "hit" for key in keys))
-            made.manager.on_request_finished(request)
-            server.table.clear()
-            assert made.turn(keys, hints(("kv.prefetch", {}))) == 6
-            assert server.table.counts["prefetched"] == 12
-
-    await beside(work, stores=[f"file:{tmp_path}/kv?capacity=64MiB"])
+def test_a_prefetch_has_the_chunks_in_memory_before_the_request_is_scheduled(tmp_path: Path) -> None:
+    with playing(stores=[f"file:{tmp_path}/kv?capacity=64MiB"]) as (server, made):
+        keys = keys_of(6, "prefetched")
+        made.turn(keys)
+        made.reset()
+        behind = server.behind
+        assert behind is not None
+        wait_for(made, lambda: behind.counts().get("file.written") == 6)
+        server.table.clear()
+        named = [bytes(key[:-4]).hex() for key in keys]
+        request = made.request([], hints(("kv.prefetch", {"block_hashes": named})))
+        wait_for(made, lambda: where(server, made, keys) == [True] * 6)
+        made.step()
+        wait_for(made, lambda: all(made.tier._lookups.ask(key, "r", 0.0).value == "hit" for key in keys))
+        made.manager.on_request_finished(request)
+        server.table.clear()
+        assert made.turn(keys, hints(("kv.prefetch", {}))) == 6
+        assert server.table.counts["prefetched"] == 12
 
 
-@pytest.mark.asyncio
-async def test_what_is_not_to_be_stored_is_not() -> None:
-    def work(path: str, server: HostServer) -> None:
-        with made_at(path) as made:
-            made.turn(keys_of(5, "secret"), hints(("kv.skip_store", {})))
-            made.turn(keys_of(3, "other"))
-            assert len(server.table.index) == 3
-            assert made.told()[f"{STORED}:('skipped',)"] == 5
-            assert not made.tier._hints
-            assert not made.tier._storing
-
-    await beside(work)
+def test_what_is_not_to_be_stored_is_not() -> None:
+    with playing() as (server, made):
+        made.turn(keys_of(5, "secret"), hints(("kv.skip_store", {})))
+        made.turn(keys_of(3, "other"))
+        assert len(server.table.index) == 3
+        assert made.heard()[f"{STORED}:('skipped',)"] == 5
+        assert not made.tier._hints
+        assert not made.tier._storing
 
 
 SECONDS: list[Any] = [-1, 0, True, "1", float("nan"), None, [], {}]
@@ -209,57 +161,45 @@ ABSURD: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.asyncio
-async def test_absurd_hints_change_nothing_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    def work(path: str, server: HostServer) -> None:
-        with made_at(path) as made:
-            keys = keys_of(4, "text")
-            made.turn(keys)
-            for one in ABSURD:
-                made.reset()
-                assert made.turn(keys, one) == 4
-            told = made.told()
-            bad = told[f"{HINTS}:('unknown',)"] + told[f"{HINTS}:('malformed',)"]
-            assert bad == len(ABSURD) + 3, "one envelope has four"
-            assert told[f"{HINTS}:('unknown',)"] == 2
-            assert not any(name.startswith(HINTED) for name in told)
-            assert server.table.kept_bytes == server.table.counts["ended"] == 0
-
+def test_absurd_hints_change_nothing_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm").propagate = True
-    with caplog.at_level(logging.WARNING, logger="vllm.asynccache"):
-        await beside(work)
+    with caplog.at_level(logging.WARNING, logger="vllm.asynccache"), playing() as (server, made):
+        keys = keys_of(4, "text")
+        made.turn(keys)
+        for one in ABSURD:
+            made.reset()
+            assert made.turn(keys, one) == 4
+        told = made.heard()
+        bad = told[f"{HINTS}:('unknown',)"] + told[f"{HINTS}:('malformed',)"]
+        assert bad == len(ABSURD) + 3, "one envelope has four"
+        assert told[f"{HINTS}:('unknown',)"] == 2
+        assert not any(name.startswith(HINTED) for name in told)
+        assert server.table.kept_bytes == server.table.counts["ended"] == 0
     records = {id(one): one for one in caplog.records}.values()  # each is there twice after some other tests
     said = [one.getMessage() for one in records if "kv_hints" in one.getMessage()]
     assert len(said) == len(set(said)) == 2
 
 
-@pytest.mark.asyncio
-async def test_huge_times_and_many_actions_keep_no_more_than_the_server_allows() -> None:
-    def work(path: str, server: HostServer) -> None:
-        with made_at(path) as made:
-            for at in range(20):
-                many = [("kv.retain", {"duration": 10**400})] * 70
-                made.turn(keys_of(8, f"{at}"), hints(*many))
-            assert server.table.kept_bytes <= server.table.usable * 4096 // 4
-            assert made.told()[f"{HINTS}:('malformed',)"] == 20 * 6
-
-    await beside(work)
+def test_huge_times_and_many_actions_keep_no_more_than_the_server_allows() -> None:
+    with playing() as (server, made):
+        for at in range(20):
+            many = [("kv.retain", {"duration": 10**400})] * 70
+            made.turn(keys_of(8, f"{at}"), hints(*many))
+        assert server.table.kept_bytes <= server.table.usable * 4096 // 4
+        assert made.heard()[f"{HINTS}:('malformed',)"] == 20 * 6
 
 
 def test_stores_that_take_no_hints_are_told_nothing_and_it_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm").propagate = True
-    made = playing(f"file:{tmp_path}/kv?capacity=64MiB")
-    try:
+    with made_on(f"file:{tmp_path}/kv?capacity=64MiB") as made:
         for _ in range(3):
             made.turn(keys_of(4), hints(("kv.retain", {"ttl_seconds": 5}), ("kv.end", {}), ("kv.prefetch", {})))
-        told = made.told()
+        told = made.heard()
         assert told[f"{HINTED}:('unheard',)"] == 3 * 4 * 3 - 2 * 4, "what host memory has is looked up in no store"
         assert told[f"{HINTS}:('keep',)"] == told[f"{HINTS}:('ended',)"] == 3
         assert sum("take no hints" in one.getMessage() for one in caplog.records) == 3, "once for each verb"
-    finally:
-        made.shutdown()
 
 
 def test_without_hints_nothing_is_remembered(tmp_path: Path) -> None:

@@ -37,17 +37,18 @@ from asynccache.errors import ConfigError
 from tests.host.host_kit import socket_path
 from tests.host.host_processes import server_process
 from tests.stores.redis_server import RedisServer
-from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, payload, scheduler
+from tests.vllm.tier_kit import CHUNK, config, keys_of, payload, scheduler
 
 
 def entry(folder: Path, **more: Any) -> dict[str, Any]:
     return {"storage": f"file:{folder}/kv?capacity=1GiB", "namespace": "tiny", **more}
 
 
-def counted(playing: Scheduler) -> dict[str, int | float]:
-    """What vLLM's metrics would get."""
-    stats = playing.manager.get_stats()
-    return {} if stats is None else stats.reduce()
+def stored(folder: Path, keys: Sequence[Any]) -> None:
+    """An engine stores these chunks, and ends."""
+    with scheduler(config(entry(folder))) as playing:
+        playing.compute(keys)
+        playing.settle()
 
 
 def test_vllm_knows_the_tier_by_its_plugin_and_twice_is_fine() -> None:
@@ -73,16 +74,13 @@ def test_a_cold_store_has_nothing_and_what_is_computed_is_found_after_it_left_ho
 @pytest.mark.parametrize("store", ["file:{}/kv?capacity=1GiB", "memory:?capacity=64MiB"])
 def test_it_is_found_after_vllms_own_tiers_were_reset(tmp_path: Path, store: str) -> None:
     with scheduler(config({"storage": store.format(tmp_path), "namespace": "tiny"})) as playing:
-        playing.compute(keys_of(8))
-        playing.reset()
+        playing.leave_stored(keys_of(8))
         assert playing.serve(keys_of(12)) == 8
         assert playing.serve(keys_of(8)) == 8
 
 
 def test_the_nearest_store_of_several_is_filled_by_what_a_farther_one_has(tmp_path: Path) -> None:
-    with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(8))
-        playing.settle()
+    stored(tmp_path, keys_of(8))
     both = {"storage": ["memory:?capacity=64MiB", f"file:{tmp_path}/kv?capacity=1GiB"], "namespace": "tiny"}
     with scheduler(config(both)) as playing:
         assert playing.serve(keys_of(8)) == 8
@@ -102,9 +100,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_who_differs_finds_nothing(tmp_path: Path, what: str) -> None:
-    with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(4))
-        playing.settle()
+    stored(tmp_path, keys_of(4))
     with scheduler(OTHERS[what](tmp_path)) as playing:
         assert playing.serve(keys_of(4)) == 0
 
@@ -113,16 +109,14 @@ def test_three_groups_with_chunks_of_their_own(tmp_path: Path) -> None:
     groups = [keys_of(4, group=group) for group in range(3)]
     with scheduler(config(entry(tmp_path), groups=3)) as playing:
         for keys in groups:
-            playing.compute(keys)
-        playing.reset()
+            playing.leave_stored(keys)
         assert [playing.serve(keys) for keys in groups] == [4, 4, 4]
         assert payload(groups[0][0]) != payload(groups[1][0])
 
 
 def test_all_keys_of_a_step_are_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(12))
-        playing.reset()
+        playing.leave_stored(keys_of(12))
         asked: list[int] = []
         exists = playing.tier._pages.exists
 
@@ -144,20 +138,17 @@ def test_all_keys_of_a_step_are_one_question(tmp_path: Path, monkeypatch: pytest
 def test_a_load_goes_in_one_job_and_in_parts_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asynccache_vllm import transfers
 
-    with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(13))
-        playing.settle()
+    stored(tmp_path, keys_of(13))
     monkeypatch.setattr(transfers, "PART", 3 * CHUNK)
     monkeypatch.setattr(transfers, "WINDOW", 5 * CHUNK)
     with scheduler(config(entry(tmp_path))) as playing:
         assert playing.serve(keys_of(13)) == 13
-        assert counted(playing)[f"{LOADED}:('hit',)"] == 13
+        assert playing.counted()[f"{LOADED}:('hit',)"] == 13
 
 
 def test_a_request_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(8))
-        playing.reset()
+        playing.leave_stored(keys_of(8))
         early, late = playing.begin(), playing.begin()
         assert playing.manager.lookup(keys_of(1)[0], early) is LookupResult.RETRY
         playing.manager.on_request_finished(early)  # before the step ends
@@ -175,8 +166,7 @@ def test_a_preempted_request_finds_its_chunks_again(tmp_path: Path) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
         request = playing.begin("preempted")
         assert playing.prefix(keys_of(8), request) == 0
-        playing.compute(keys_of(8))
-        playing.reset()
+        playing.leave_stored(keys_of(8))
         playing.step(preempted=["preempted"])
         assert playing.prefix(keys_of(8), request) == 8
 
@@ -185,8 +175,7 @@ def test_methods_may_come_from_any_thread_under_one_lock(tmp_path: Path) -> None
     """As with the lock of the manager in vLLM 0.33."""
     lock, failures = threading.Lock(), []
     with scheduler(config(entry(tmp_path), chunks=64)) as playing:
-        playing.compute(keys_of(16))
-        playing.reset()
+        playing.leave_stored(keys_of(16))
 
         def use(number: int) -> None:
             with lock:
@@ -217,16 +206,15 @@ def test_vllms_metrics_are_told(tmp_path: Path) -> None:
     extra = dict(config({"storage": "memory:", "namespace": "n"}).extra_config)
     assert TieringOffloadingSpec.build_metric_definitions(extra).keys() >= DESCRIPTIONS.keys(), "vLLM's spec knows them"
     with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(8))
-        playing.reset()
-        counted(playing)
+        playing.leave_stored(keys_of(8))
+        playing.counted()
         playing.serve(keys_of(10))
-        told = counted(playing)
+        told = playing.counted()
         assert told[f"{LOOKUPS}:('hit',)"] == 8
         assert told[f"{LOOKUPS}:('miss',)"] == 2
         assert told[f"{LOADED}:('hit',)"] == 8
         assert told["vllm:kv_offload_tiering_read_bytes:('1:asynccache',)"] == 8 * CHUNK
-        assert f"{LOADED}:('hit',)" not in counted(playing)
+        assert f"{LOADED}:('hit',)" not in playing.counted()
 
 
 SOURCES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -301,8 +289,7 @@ def test_the_log_says_which_stores_and_which_namespace_and_sums_up_now_and_then(
     tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(4))
-        playing.reset()
+        playing.leave_stored(keys_of(4))
         playing.serve(keys_of(4))
         assert "looked up" not in told.text
     assert f"asynccache: file for 16 chunks of {CHUNK} bytes, namespace " in told.text
@@ -316,9 +303,7 @@ def test_the_log_says_which_stores_and_which_namespace_and_sums_up_now_and_then(
 
 
 def test_vllms_version_and_device_are_in_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with scheduler(config(entry(tmp_path))) as playing:
-        playing.compute(keys_of(4))
-        playing.settle()
+    stored(tmp_path, keys_of(4))
     for name, value in (("get_device_capability", (9, 4)), ("fp8_dtype", "torch.float8_e4m3fnuz")):
         with monkeypatch.context() as patched, scheduler(_on(patched, name, value, tmp_path)) as playing:
             assert playing.serve(keys_of(4)) == 0

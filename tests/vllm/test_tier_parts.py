@@ -315,37 +315,28 @@ def test_the_order_of_plain_attention_is_known() -> None:
     assert order_is_known(layout(), named(None), "cpu")  # which has one backend
 
 
-def without(name: str) -> Change:
-    return lambda one: delattr(one, name)
-
-
-NOT_KNOWN: dict[str, tuple[str, Change, Change]] = {
-    what: ("cuda", of_layout or (lambda _: None), of_engine or (lambda _: None))
-    for what, of_layout, of_engine in (
-        ("no layout", lambda c: setattr(c, "kv_cache_layout", None), None),
-        ("something beside K and V", lambda c: setattr(c, "worker_kv_bytes_per_block", 8448), None),
-        ("codes of four bits", lambda c: setattr(c.model, "dtype", "nvfp4"), None),
-        ("blocks of two sizes", lambda c: setattr(c.groups[1], "tokens_per_block", 32), None),
-        ("the version chooses the backend", None, lambda e: setattr(e.attention_config, "backend", None)),
-        ("a backend of its own", None, lambda e: setattr(e.attention_config, "backend", Backend.B12X)),
-        ("a backend by kind", None, lambda e: setattr(e.attention_config, "backend_per_kind", {"a": Backend.FLASH})),
-        ("latent KV", None, lambda e: setattr(e.model_config, "use_mla", True)),
-        ("recurrent states", None, lambda e: setattr(e.model_config, "is_hybrid", True)),
-        ("inner state", None, lambda e: setattr(e.model_config, "has_inner_state", True)),
-        ("a draft", None, lambda e: setattr(e, "speculative_config", SimpleNamespace(method="eagle"))),
-        ("a vLLM that says nothing of drafts", None, without("speculative_config")),
-        ("a vLLM that says nothing of states", None, lambda e: delattr(e.model_config, "is_hybrid")),
-    )
+NOT_KNOWN: dict[str, Callable[[Any, Any], Any]] = {
+    "no layout": lambda c, e: setattr(c, "kv_cache_layout", None),
+    "something beside K and V": lambda c, e: setattr(c, "worker_kv_bytes_per_block", 8448),
+    "codes of four bits": lambda c, e: setattr(c.model, "dtype", "nvfp4"),
+    "blocks of two sizes": lambda c, e: setattr(c.groups[1], "tokens_per_block", 32),
+    "the version chooses the backend": lambda c, e: setattr(e.attention_config, "backend", None),
+    "a backend of its own": lambda c, e: setattr(e.attention_config, "backend", Backend.B12X),
+    "a backend by kind": lambda c, e: setattr(e.attention_config, "backend_per_kind", {"a": Backend.FLASH}),
+    "latent KV": lambda c, e: setattr(e.model_config, "use_mla", True),
+    "recurrent states": lambda c, e: setattr(e.model_config, "is_hybrid", True),
+    "inner state": lambda c, e: setattr(e.model_config, "has_inner_state", True),
+    "a draft": lambda c, e: setattr(e, "speculative_config", SimpleNamespace(method="eagle")),
+    "a vLLM that says nothing of drafts": lambda c, e: delattr(e, "speculative_config"),
+    "a vLLM that says nothing of states": lambda c, e: delattr(e.model_config, "is_hybrid"),
 }
 
 
 @pytest.mark.parametrize("what", NOT_KNOWN)
 def test_whatever_may_be_in_another_order_is_not_known(what: str) -> None:
-    platform, of_layout, of_engine = NOT_KNOWN[what]
     config, known = layout(), named()
-    of_layout(config)
-    of_engine(known)
-    assert not order_is_known(config, known, platform)
+    NOT_KNOWN[what](config, known)
+    assert not order_is_known(config, known, "cuda")
 
 
 @pytest.mark.parametrize("platform", ["rocm", "xpu", "another"])
@@ -567,58 +558,28 @@ def test_the_interface_of_the_tested_versions_is_taken() -> None:
     asynccache_vllm.interface.check_interface(Base, TYPES)
 
 
+def another(**methods: Callable[..., None]) -> type:
+    """vLLM's class with these methods of another kind."""
+    return type("New", (Base,), methods)
+
+
 def test_more_with_a_default_is_taken() -> None:
-    class More(Base):
-        @abstractmethod
-        def submit_load(self, job_metadata: Any, expedited: bool = False) -> None: ...
-
-    asynccache_vllm.interface.check_interface(More, TYPES)
-
-
-def another_method() -> type:
-    class New(Base):
-        @abstractmethod
-        def submit_copy(self, job: Any) -> None: ...
-
-    return New
-
-
-def another_parameter() -> type:
-    class New(Base):
-        @abstractmethod
-        def lookup(self, key: bytes, req_context: Any, step: int) -> Any: ...  # type: ignore[override]
-
-    return New
-
-
-def another_name() -> type:
-    class New(Base):
-        @abstractmethod
-        def submit_store(self, job: Any) -> None: ...
-
-    return New
-
-
-def one_less() -> type:
-    class New(Base):
-        def drain_jobs(self) -> None: ...
-
-    return New
+    more = another(submit_load=abstractmethod(lambda self, job_metadata, expedited=False: None))
+    asynccache_vllm.interface.check_interface(more, TYPES)
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("base", "said"),
-    [
-        (another_method, "its secondary tiers must have the method submit_copy()"),
-        (one_less, "its secondary tiers need not have the method drain_jobs()"),
-        (another_parameter, "lookup() of its secondary tiers has an additional parameter step"),
-        (another_name, "submit_store() of its secondary tiers has no parameter job_metadata"),
-    ],
-)
-def test_another_interface_is_refused_in_a_sentence(base: Callable[[], type], said: str) -> None:
+@pytest.mark.parametrize(("methods", "said"), [
+    ({"submit_copy": abstractmethod(lambda self, job: None)}, "its secondary tiers must have the method submit_copy()"),
+    ({"drain_jobs": lambda self: None}, "its secondary tiers need not have the method drain_jobs()"),
+    ({"lookup": abstractmethod(lambda self, key, req_context, step: None)},
+     "lookup() of its secondary tiers has an additional parameter step"),
+    ({"submit_store": abstractmethod(lambda self, job: None)},
+     "submit_store() of its secondary tiers has no parameter job_metadata"),
+])  # fmt: skip
+def test_another_interface_is_refused_in_a_sentence(methods: dict[str, Callable[..., None]], said: str) -> None:
     with pytest.raises(ImportError) as refused:
-        asynccache_vllm.interface.check_interface(base(), TYPES)
+        asynccache_vllm.interface.check_interface(another(**methods), TYPES)
     assert str(refused.value) == (
         f"asynccache_vllm does not work with vLLM 0.34.1: {said}. It was tested with 0.32.0, and without an engine "
         f"with 0.33.0"

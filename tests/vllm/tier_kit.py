@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,18 +73,34 @@ class Scheduler:
         assert isinstance(self.manager, TieringOffloadingManager)
         self.tier: Any = self.manager.secondary_tiers[0]
         self.requests = 0
+        self.told: Counter[str] = Counter()
 
     @property
     def region(self) -> memoryview:
         view: memoryview = self.manager.primary_tier.get_kv_memoryview()
         return view
 
-    def begin(self, name: str | None = None) -> ReqContext:
+    def begin(self, name: str | None = None, **hints: Any) -> ReqContext:
         """Begin a new request."""
         self.requests += 1
-        request = ReqContext(req_id=name or f"r{self.requests}")
+        request = ReqContext(req_id=name or f"r{self.requests}", **hints)
         self.manager.on_new_request(request)
         return request
+
+    def end(self, request: ReqContext) -> None:
+        """End its step, and the request."""
+        self.step([request.req_id])
+        self.manager.on_request_finished(request)
+
+    def counted(self) -> dict[str, int | float]:
+        """What vLLM's metrics would get."""
+        stats = self.manager.get_stats()
+        return {} if stats is None else stats.reduce()
+
+    def heard(self) -> Counter[str]:
+        """All that vLLM's metrics have got so far."""
+        self.told.update({name: count for name, count in self.counted().items() if isinstance(count, int)})
+        return self.told
 
     def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
         """End a step."""
@@ -92,14 +109,24 @@ class Scheduler:
     def compute(self, keys: Sequence[Any], name: str | None = None) -> None:
         """Serve a request that computes ``keys`` and stores them, as the workers would."""
         request = self.begin(name)
+        assert self.store(keys, request)
+        self.end(request)
+
+    def leave_stored(self, keys: Sequence[Any]) -> None:
+        """Have ``keys`` in the store, and nothing in host memory."""
+        self.compute(keys)
+        self.reset()
+
+    def store(self, keys: Sequence[Any], request: ReqContext) -> bool:
+        """Store what the request has computed, if there is room."""
         output = self.manager.prepare_store(keys, request)
-        assert output is not None
+        if output is None:
+            return False
         for key, chunk in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
             self.region[int(chunk) : int(chunk) + 1].cast("B")[:] = payload(key)
         if output.keys_to_store:
             self.manager.complete_store(output.keys_to_store, request)
-        self.step([request.req_id])
-        self.manager.on_request_finished(request)
+        return True
 
     def settle(self, seconds: float = 5.0) -> None:
         """Make steps until vLLM's manager has no job left."""
@@ -130,14 +157,18 @@ class Scheduler:
         """Serve a request with the prefix ``keys``. Returns how many chunks were there; each must have its right
         bytes."""
         request = self.begin(name)
+        hits = self.load(keys, request)
+        self.end(request)
+        return hits
+
+    def load(self, keys: Sequence[Any], request: ReqContext) -> int:
+        """Load what is there of the prefix ``keys``."""
         hits = self.prefix(keys, request)
         if hits:
             spec = self.manager.prepare_load(keys[:hits], request)
             for key, chunk in zip(keys, spec.block_ids, strict=False):
                 assert self.region[int(chunk) : int(chunk) + 1].tobytes() == payload(key), "wrong bytes"
             self.manager.complete_load(keys[:hits], request)
-        self.step([request.req_id])
-        self.manager.on_request_finished(request)
         return hits
 
     def reset(self) -> None:
