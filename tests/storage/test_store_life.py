@@ -34,6 +34,7 @@ from asynccache.storage.promotion import Promotions
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
+from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import settings, text
 from tests.simulated.backend import HONEST, Hang, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice
@@ -662,6 +663,19 @@ async def test_honest_stores_agree_with_a_dict(loop: SimulatedLoop) -> None:
                         if policies["abc"[i]].promote:
                             model[i].add(key)
         assert [set(backend.pages) for backend in backends] == model
+    await store.aclose()
+
+
+async def test_a_page_is_written_to_all_stores_at_once() -> None:
+    class Meets(WrappedBackend):
+        async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+            await both.wait()
+            return await super().put(keys, records)
+
+    both = asyncio.Barrier(2)
+    store = tiers(Meets(MemoryBackend()), Meets(MemoryBackend()))
+    async with asyncio.timeout(20):
+        assert await store.put(EIGHT_KEYS, payloads()) == [HIT] * 8
     await store.aclose()
 
 
