@@ -24,15 +24,7 @@ from asynccache.cli.main import main
 from asynccache.cli.output import progress
 from asynccache.cli.store import age
 from asynccache.errors import BackendError
-from asynccache.storage import (
-    CheckedStore,
-    PageKey,
-    ParsedUrl,
-    Record,
-    Result,
-    StoreLayout,
-    parse_url,
-)
+from asynccache.storage import CheckedStore, PageKey, ParsedUrl, Record, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, keys_of
 from tests.storage import pages_kit
 from tests.storage.pages_kit import open_at
