@@ -16,16 +16,7 @@ import pytest
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.settle import ThreadPool
-from asynccache.storage import (
-    REFUSED,
-    Breaker,
-    BreakerState,
-    CheckedStore,
-    Permit,
-    Result,
-    checked,
-    settled,
-)
+from asynccache.storage import REFUSED, Breaker, BreakerState, CheckedStore, Permit, Result, checked, settled
 from asynccache.storage.call_guard import best_off
 from asynccache.testing.backend_suite import LAYOUT, keys_of
 from tests.simulated.loop import SimulatedLoop, simulate

@@ -438,12 +438,6 @@ def test_it_prints_what_both_ways_take(capsys: pytest.CaptureFixture[str]) -> No
 # callbacks.
 
 
-def stored(backend: MemoryBackend, count: int) -> None:
-    """Have ``backend`` hold the first pages."""
-    with open_pages(backend, memory()) as pages:
-        assert result(pages.put(keys(count), range(count))) == [HIT] * count
-
-
 # deadlines
 
 
@@ -458,9 +452,9 @@ def test_a_question_is_answered_at_its_deadline_whatever_the_store_does() -> Non
 
 
 def test_what_the_nearer_store_said_by_the_deadline_counts() -> None:
-    near = MemoryBackend()
-    stored(near, 2)
-    made = memory()
+    near, made = MemoryBackend(), memory()
+    with open_pages(near, made) as pages:
+        assert result(pages.put(keys(2), [0, 1])) == [HIT] * 2
     with open_pages([near, Misbehaving(get="hangs", exists="hangs")], made) as pages:
         assert result(pages.exists(keys(4), timeout=0.2)) == [HIT, HIT, FAILED, FAILED]
         assert result(pages.get(keys(4), [4, 5, 6, 7], timeout=0.2)) == [HIT, HIT, FAILED, FAILED]

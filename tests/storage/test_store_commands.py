@@ -24,15 +24,7 @@ from asynccache.cli.main import main
 from asynccache.cli.output import progress
 from asynccache.cli.store import age
 from asynccache.errors import BackendError
-from asynccache.storage import (
-    CheckedStore,
-    PageKey,
-    ParsedUrl,
-    Record,
-    Result,
-    StoreLayout,
-    parse_url,
-)
+from asynccache.storage import CheckedStore, PageKey, ParsedUrl, Record, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, keys_of
 from tests.storage import pages_kit
 from tests.storage.pages_kit import open_at
@@ -86,8 +78,6 @@ def test_the_answer_as_json(folder: Path, capsys: pytest.CaptureFixture[str], tm
     assert main(["store", "stat", f"file:{folder}", "--json", str(tmp_path / "stat.json")]) == 0
     stat = json.loads((tmp_path / "stat.json").read_text())
     assert (stat["pages"], stat["stats"]["segments"], stat["breaker"]) == (79, 2, "closed")  # one has the deletion
-    assert stat["by_age"] == {"an hour": 79}
-    assert stat["by_page_size"] == [{"page_bytes": 1000, "pages": 20}, {"page_bytes": 16384, "pages": 59}]
 
 
 def test_stat_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,10 +50,6 @@ from tests.waiting import until
 KEYS = keys_of(2, "odd")
 
 
-async def read(store: CheckedStore) -> list[Result]:
-    return await store.get(KEYS, [blank(key).payload for key in KEYS])
-
-
 def frozen() -> tuple[Backend, CheckedStore]:
     """It serves nothing; a question is let go of only when it ``answer()``s, whoever cancels it."""
     backend = Backend("frozen")
@@ -66,7 +62,7 @@ def frozen() -> tuple[Backend, CheckedStore]:
 async def test_a_probe_that_hangs_is_the_only_one(loop: SimulatedLoop) -> None:
     backend, store = frozen()
     for _ in range(300):
-        await read(store)
+        await pages_kit.get(store, KEYS)
         await asyncio.sleep(1.0)
         assert backend.holding <= 1
     assert backend.holding == 1
@@ -78,7 +74,7 @@ async def test_a_probe_that_hangs_is_the_only_one(loop: SimulatedLoop) -> None:
 async def test_the_backend_is_not_closed_over_a_probe_by_who_is_cancelled(loop: SimulatedLoop) -> None:
     backend, store = frozen()
     while not backend.holding:
-        await read(store)
+        await pages_kit.get(store, KEYS)
         await asyncio.sleep(1.0)
     closing = asyncio.ensure_future(store._guard.aclose())
     await asyncio.sleep(1.0)

@@ -1,7 +1,7 @@
 """A process of its own with a Mooncake cache in it, that does what it is told, one line of JSON after the other.
 
-A process has one client, which may freeze or end it: so whoever kills masters, needs other options or calls what must
-not be called does it here. ``Child`` is the other end.
+A process has one client, which may freeze or end it: so whoever kills masters or needs other options does it here.
+``Child`` is the other end.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from threading import Thread
 from typing import Any, Self
 
 from asynccache_backends.mooncake import MooncakeBackend
-from asynccache_backends.mooncake.client import MooncakeClient, library, settings_of
 
 from asynccache.cli.meter import run_delay
-from asynccache.errors import Unavailable
 from asynccache.storage import HEADER_BYTES, PageKey, Record, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, content, page_key
 from tests.stores.server import ROOT, ours
@@ -194,19 +192,6 @@ class Worker:
         Thread(target=lambda: self.backend._transfers.exists(names), daemon=True).start()
         await asyncio.sleep(0.05)
         return {}
-
-    async def misuse(self, url: str) -> dict[str, Any]:
-        """Call the real client after close, which it does not survive if anybody gets in."""
-        client, refused = MooncakeClient(settings_of(parse_url(url)), "127.0.0.1", library()), 0
-        for step in ("set up", "close"):
-            if step == "close":
-                client.close()
-            try:
-                with client as store:
-                    assert store.is_exist("x") == 0
-            except Unavailable:
-                refused += 1
-        return {"refused": refused, "state": client.state}
 
 
 def _keys(count: int, name: str) -> list[PageKey]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from contextlib import suppress
 from enum import Enum
 from random import Random
@@ -41,7 +40,7 @@ class SlowProxy:
         self._target = target
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
+        self._transports = set[asyncio.WriteTransport]()  # nobody else holds one that waits, but for itself
         self._thread = threading.Thread(target=self._run, name="slow-proxy", daemon=True)
         self._ready = threading.Event()
 

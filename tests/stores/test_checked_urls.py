@@ -143,13 +143,10 @@ LAYOUT = store_layout(config("memory:").pools())
 
 def written(folder: Path, *urls: str, options: Mapping[str, str] | None = None) -> str:
     """A file that describes a cache with these stores."""
-    def quoted(text: str) -> str:
-        return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in text) + '"'
-
     lines = [
-        'model = "m"', f"page_size = {PAGE}", f"storage = [{', '.join(map(quoted, urls))}]", "[components.full]",
+        'model = "m"', f"page_size = {PAGE}", f"storage = [{', '.join(map(json.dumps, urls))}]", "[components.full]",
         "bytes_per_token = 1024", "device_tokens = 256", "host_tokens = 256", "[storage_options]",
-        *(f"{name} = {quoted(value)}" for name, value in (options or {}).items()),
+        *(f"{name} = {json.dumps(value)}" for name, value in (options or {}).items()),
     ]  # fmt: skip
     file = folder / "kv.toml"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

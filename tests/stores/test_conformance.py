@@ -87,7 +87,6 @@ def url(kind: str, name: str, request: pytest.FixtureRequest) -> str:
     return store_url(kind, request, name)
 
 
-@pytest.mark.asyncio
 async def test_what_one_client_stores_another_finds_and_only_under_that_name(
     kind: str, url: str, name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -110,7 +109,6 @@ async def test_what_one_client_stores_another_finds_and_only_under_that_name(
         assert await stranger.exists(keys) == [HIT] * 5 + [MISS] * 25
 
 
-@pytest.mark.asyncio
 async def test_writers_of_one_page_do_no_harm(url: str) -> None:
     """All at once, with different bytes: one of them wins, whole, and each of them is told that it is stored."""
     key = page_key("contested")
@@ -126,7 +124,6 @@ async def test_writers_of_one_page_do_no_harm(url: str) -> None:
         assert same(won, (await get_all(one, [key]))[1]), "a page is written once"
 
 
-@pytest.mark.asyncio
 async def test_every_page_is_listed_once_with_its_size_and_nobody_elses(
     kind: str, url: str, name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -141,7 +138,6 @@ async def test_every_page_is_listed_once_with_its_size_and_nobody_elses(
         assert {(p.key, p.size) for p in listed} == {(k.key, HEADER_BYTES + LAYOUT.page_bytes[k.pool]) for k in keys}
 
 
-@pytest.mark.asyncio
 async def test_a_key_twice_in_one_get_fills_both_buffers(url: str) -> None:
     keys = [page_key("a"), page_key("b"), page_key("a"), page_key("none"), page_key("none")]
     async with backend_at(url) as backend:
@@ -151,7 +147,6 @@ async def test_a_key_twice_in_one_get_fills_both_buffers(url: str) -> None:
         assert same([stored[0], stored[1], stored[0]], records[:3])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("url", "hangs"), [
     ("redis://:{secret}@{host}:{port}", False), ("redis://{host}:{port}?stall=0.3&cluster=off", True),
     ("s3://b/kv?endpoint=http://{host}:{port}&request_timeout=2", False), ("mooncake://{host}:{port}", False),

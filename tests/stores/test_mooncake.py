@@ -244,7 +244,7 @@ async def test_parts_of_a_cancelled_call_that_have_not_begun_are_not_made(monkey
 
 
 # The door to the library: no call gets in before set-up or after close. The library is a stand-in here, for the real
-# one would end the process; further below that one is asked, in a process of its own.
+# one would end the process.
 
 
 OPTIONS = MooncakeSettings(master=HostPort("10.0.0.1", 50051), buffer=1 << 20)
@@ -610,8 +610,7 @@ async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     one.release()
 
 
-# Tests that need a process of their own: two that share a store, other options, misuse of the real client, and its
-# end.
+# Tests that need a process of their own: two that share a store, other options, and the client's end.
 
 
 @pytest.fixture(scope="module")
@@ -623,14 +622,6 @@ def other_master() -> Iterator[MooncakeMaster]:
 
 def segments(master: MooncakeMaster) -> int:
     return len(answer(master.admin, "/get_all_segments").split())
-
-
-@pytest.mark.slow
-def test_the_real_client_is_not_called_after_close(mooncake_master: Any) -> None:
-    with Child() as child:
-        answered = child.ask("misuse", url=mooncake_master.url)
-        assert (answered["refused"], answered["state"]) == (1, "CLOSED")
-        assert child.end() == 0
 
 
 @pytest.mark.slow
