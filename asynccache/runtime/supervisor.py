@@ -51,11 +51,15 @@ class Supervisor:
             raise
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
-        """Return a new task in the group; None if the group has ended, and ``work`` is closed then."""
-        if self._group is None:
+        """Return a new task in the group; None if the group has ended, or a task of it has failed. ``work`` is closed
+        then."""
+        try:
+            task = self._group.create_task(work, name=name) if self._group is not None else None
+        except RuntimeError:  # a task has failed, of which this supervisor is still to hear
+            task = None
+        if task is None:
             work.close()
             return None
-        task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

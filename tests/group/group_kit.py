@@ -460,8 +460,8 @@ _MADE: ContextVar[list[GroupWorld]] = ContextVar("_MADE")
 
 
 def simulated(test: Callable[Concatenate[SimulatedLoop, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Make ``test`` a test that runs in a world of its own, of the seed in its argument ``seed`` if it has one. At the
-    end all worlds that it has made are closed: nobody holds anything."""
+    """Make ``test`` a test that runs in a world of its own. At the end all worlds that it has made are closed: nobody
+    holds anything."""
 
     def run(*given: P.args, **named: P.kwargs) -> None:
         async def main(loop: SimulatedLoop) -> None:
@@ -470,7 +470,7 @@ def simulated(test: Callable[Concatenate[SimulatedLoop, P], Coroutine[Any, Any, 
             for world in _MADE.get():
                 await world.aclose()
 
-        play(main, named.get("seed", 0))  # type: ignore[arg-type]
+        play(main)
 
     parameters = list(signature(test).parameters.values())[1:]
     run.__signature__ = signature(test).replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -478,9 +478,9 @@ def simulated(test: Callable[Concatenate[SimulatedLoop, P], Coroutine[Any, Any, 
     return run
 
 
-def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0) -> T:
-    """Run ``work`` in a world of this seed."""
-    return simulate(work, seed)
+def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]]) -> T:
+    """Run ``work`` in a world."""
+    return simulate(work, 0)
 
 
 def random_of(seed: object) -> Random:

@@ -30,6 +30,9 @@ FILES = frozenset(str(file) for file in Path(core.__path__[0]).rglob("*.py") if 
 """The files of the core, but for the one that no call of the cache runs."""
 
 
+STEPS = 50_000
+
+
 class Point(NamedTuple):
     """A line of the core."""
 
@@ -157,7 +160,7 @@ def play(seed: int, injector: Injector) -> None:
         Exception: fail-stop does not hold, or something else is wrong.
     """
     with grained(seed % 3):
-        world.played(seed, world.draw_climate(seed).leads, lambda loop: FailStopWorld(loop, seed, injector))
+        world.played(seed, world.draw_climate(seed).leads, lambda loop: FailStopWorld(loop, seed, injector), STEPS)
 
 
 @contextmanager

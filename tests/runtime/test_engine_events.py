@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
@@ -110,6 +111,22 @@ async def test_released_pages_retire_until_the_engine_has_let_go(how: str) -> No
         await until(lambda: free(cache) == (6 if how == "commit" else 8))
 
 
+@asynccontextmanager
+async def loaded_after(
+    cache: AsyncCache, event: HostGate, pages: int, pools: Sequence[str] = ("full",)
+) -> AsyncIterator[Lease]:
+    """A lease of so many pages that are loaded when the event fires, at the end of the block, and not before."""
+    async with cache.lease(text(pages, seed=1, extra=1), wait=False) as lease:
+        loaded = asyncio.create_task(lease.loaded())
+        await turns(20_000)  # without the fence it is there long before
+        assert lease.cached == pages * PAGE
+        assert not loaded.done()
+        yield lease
+        event.open()
+        await loaded
+        assert_cached_bytes(cache, lease, text(pages, seed=1), pools)
+
+
 @pytest.mark.parametrize("how", ["release", "adopt"])
 async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_device(how: str) -> None:
     async with opened(settings(device=8, host=32)) as cache:
@@ -124,14 +141,8 @@ async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_dev
                 lease.adopt(after=reads)
             else:
                 lease.release(after=reads)
-        async with cache.lease(text(6, seed=1, extra=1)) as other:
-            loaded = asyncio.create_task(other.loaded())
-            await turns(20_000)  # without the fence it is there long before
-            assert not loaded.done()
+        async with loaded_after(cache, reads, 6):
             assert all(holds(cache, "full", slot, page) for slot, page in zip(read, hashes, strict=True))
-            reads.open()
-            await loaded
-            assert_cached_bytes(cache, other, text(6, seed=1))
 
 
 @pytest.mark.parametrize("how", ["adopt", "adopt later", "commit", "release"])
@@ -169,14 +180,8 @@ async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str)
                 lease.truncate(PAGE, after=reads)
             else:
                 lease.advance(5 * PAGE, after=reads)
-            async with cache.lease(text(2, seed=1, extra=1), wait=False) as other:
-                loaded = asyncio.create_task(other.loaded())
-                await turns(20_000)  # without the fence it is there long before
-                assert other.cached == 2 * PAGE
-                assert not loaded.done()
-                reads.open()
-                await loaded
-                assert_cached_bytes(cache, other, text(2, seed=1), pools)
+            async with loaded_after(cache, reads, 2, pools):
+                pass
 
 
 async def test_a_commit_must_continue_what_the_lease_holds() -> None:
@@ -227,15 +232,9 @@ async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_
             written = [slot for slot in lease.page_table("swa").tolist() if slot >= 0]
             await lease.commit(text(6, seed=2), after=ready)
             lease.advance(6 * PAGE)
-            async with cache.lease(text(2, seed=1, extra=1), wait=False) as other:
+            async with loaded_after(cache, ready, 2, ("swa",)) as other:
                 brought = [slot for slot in other.page_table("swa").tolist() if slot >= 0]
                 assert set(brought) & set(written)
-                loaded = asyncio.create_task(other.loaded())
-                await turns(20_000)  # without the fence it is there long before
-                assert not loaded.done()
-                ready.open()
-                await loaded
-                assert_cached_bytes(cache, other, text(2, seed=1), ("swa",))
 
 
 @pytest.mark.parametrize("what", ["load", "clone"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from random import Random
 from typing import Any
 
@@ -311,17 +311,10 @@ TEXTS = 4
 PAGES = 6
 
 
-@asynccontextmanager
-async def warm(host: int, device: int = 32, idle: bool = True) -> AsyncIterator[tuple[AsyncCache, HeldBackend]]:
+def warm(host: int, device: int = 32) -> AbstractAsyncContextManager[tuple[AsyncCache, Questions]]:
     """A cache with this little room, and a store that has every text."""
-    storage = HeldBackend()
-    async with opened(settings(device=64, host=64), storage=storage) as cache:
-        for seed in range(TEXTS):
-            await serve(cache, text(PAGES, seed))
-        await cache.flush()
-    config = settings(device, host, prefetch_policy="wait_complete", prefetch_quota=1.0)
-    async with opened(config, storage=storage, idle=idle) as cache:
-        yield cache, storage
+    texts = [text(PAGES, seed) for seed in range(TEXTS)]
+    return questioned(texts, host=host, device=device, prefetch_quota=1.0)
 
 
 def pinned(cache: AsyncCache) -> int:
@@ -444,13 +437,7 @@ async def test_the_head_of_the_line_waits_for_room_only_so_long(monkeypatch: pyt
 
 @pytest.mark.source
 async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
-    storage = HeldBackend()
-    async with opened(settings(device=64, host=64), storage=storage) as cache:
-        for seed in range(3):
-            await serve(cache, text(PAGES, seed))
-        await cache.flush()
-    config = settings(device=32, host=32, prefetch_policy="wait_complete", prefetch_quota=0.25)
-    async with opened(config, storage=storage) as cache:
+    async with questioned(prefetch_quota=0.25) as (cache, storage):
         storage.hold()
         first, second = cache.prefetch(text(PAGES)), cache.prefetch(text(PAGES, 1))
         await until(lambda: storage.waiting == 1)

@@ -195,6 +195,25 @@ def test_a_task_that_fails_is_what_the_supervisor_names_even_if_those_that_its_e
     assert {type(simulate(main, seed)) for seed in range(20)} == {KeyError}
 
 
+def test_from_the_moment_when_a_task_has_failed_nothing_is_spawned_and_nobody_gets_an_error_for_asking() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        supervisor = Supervisor(lambda error: None)
+        await supervisor.start()
+        failing = supervisor.spawn(fails(), "fails")
+        assert failing is not None
+        while supervisor.spawn(asyncio.sleep(0), "asks") is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert failing.done()
+        await supervisor.stop()
+
+    async def fails() -> None:
+        await asyncio.sleep(0.0002)
+        raise KeyError
+
+    for seed in range(20):
+        simulate(main, seed)
+
+
 # The slow parts of opening, measuring a GPU and pinning memory, leave the loop free.
 
 

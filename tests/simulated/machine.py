@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asynccache.core.cache import Access, Backfill, Begin, Match
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import More, Plan, Status, Wait
+from asynccache.core.settings import CoreConfig
 from asynccache.errors import CacheFull
 from tests.simulated.fetching import Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
@@ -30,24 +31,21 @@ spaces = st.sampled_from(SPACES)
 holders = st.sampled_from(HOLDERS)
 
 
-class Model:
-    """A model of everything that was ever committed: prefix hashes, by component."""
+class Recording(SynchronousRuntime):
+    """Knows everything that was ever committed: prefix hashes, by component."""
 
-    def __init__(self, runtime: SynchronousRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, config: CoreConfig) -> None:
+        super().__init__(config)
         self._held: dict[int, set[bytes]] = {FULL: set(), SWA: set(), MAMBA: set()}
 
-    def add(self, component: int, digest: bytes) -> None:
-        """Note that this page (or state) was committed."""
-        self._held[component].add(digest)
-
-    def forget(self, digests: list[bytes]) -> None:
-        """Forget these pages: their namespace was invalidated."""
-        for held in self._held.values():
-            held.difference_update(digests)
-
-    def __iter__(self) -> Any:
-        return iter(set().union(*self._held.values()))
+    def published(
+        self, running: Running, length: int, window: Slots, checkpoint: tuple[int, int] | None
+    ) -> None:
+        chain = self.chain(running.space, running.key)[: length // self.page]
+        self._held[FULL].update(chain)
+        self._held[SWA].update(digest for digest, slot in zip(chain, window, strict=False) if slot >= 0)
+        if checkpoint is not None:
+            self._held[MAMBA].add(chain[checkpoint[0] // self.page - 1])
 
     def longest(self, chain: list[bytes]) -> tuple[int, int]:
         """The longest valid end, and how far FULL alone goes; pages."""
@@ -55,28 +53,10 @@ class Model:
         return next((end for end in range(full, 0, -1) if self._valid(chain, end)), 0), full
 
     def _valid(self, chain: list[bytes], end: int) -> bool:
-        runtime = self._runtime
-        first = max(0, end - -(-runtime.window // runtime.page))
-        if SWA in runtime.kinds and not self._held[SWA].issuperset(chain[first:end]):
+        first = max(0, end - -(-self.window // self.page))
+        if SWA in self.kinds and not self._held[SWA].issuperset(chain[first:end]):
             return False
-        return MAMBA not in runtime.kinds or chain[end - 1] in self._held[MAMBA]
-
-
-class Recording(SynchronousRuntime):
-    """Tells the model what commits published."""
-
-    model: Model
-
-    def published(
-        self, running: Running, length: int, window: Slots, checkpoint: tuple[int, int] | None
-    ) -> None:
-        chain = self.chain(running.space, running.key)[: length // self.page]
-        for i, digest in enumerate(chain):
-            self.model.add(FULL, digest)
-            if window and window[i] >= 0:
-                self.model.add(SWA, digest)
-        if checkpoint is not None:
-            self.model.add(MAMBA, chain[checkpoint[0] // self.page - 1])
+        return MAMBA not in self.kinds or chain[end - 1] in self._held[MAMBA]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -92,7 +72,6 @@ class CacheMachine(RuleBasedStateMachine):
             "device": 24, "host": 32, "states": 8
         }
         self.run = Recording(core_config(self.components, **(sizes | {"window": 10} | self.options)))
-        self.model = self.run.model = Model(self.run)
         self.requests: list[Running] = []
         self.fetches: list[Fetch] = []
         self.fills: list[Backfill] = []
@@ -354,7 +333,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(text=texts, space=spaces)
     def match(self, text: str, space: bytes) -> None:
-        """A match says what the model says, or less if something was lost."""
+        """A match is what was committed, or less if something was lost."""
         self._compare(text, space)
 
     @invariant()
@@ -381,7 +360,7 @@ class CacheMachine(RuleBasedStateMachine):
         page = self.run.page
         key = spell(text, page)
         found = self.run.core.match(space, key)
-        longest, full = self.model.longest(self.run.chain(space, key))
+        longest, full = self.run.longest(self.run.chain(space, key))
         assert found.device <= found.host <= found.full <= full * page
         assert found.host <= longest * page, f"{text!r}: a match that nobody committed"
         statistics = self.run.core.statistics()

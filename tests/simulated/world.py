@@ -202,7 +202,7 @@ class Report:
     met: Counter[str] = field(default_factory=Counter)
 
 
-def played(seed: int, leads: bool, world: Callable[[SimulatedLoop], Any]) -> Report:
+def played(seed: int, leads: bool, world: Callable[[SimulatedLoop], Any], step_limit: int = 400_000) -> Report:
     """Run ``world(loop).run()`` in a loop of this seed.
 
     Raises:
@@ -215,7 +215,7 @@ def played(seed: int, leads: bool, world: Callable[[SimulatedLoop], Any]) -> Rep
 
     order = Random(f"{seed}/order").choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED))
     with leading(seed) if leads else nullcontext(Counter[str]()) as choices:
-        report = simulate(main, seed, order=order, step_limit=400_000)
+        report = simulate(main, seed, order=order, step_limit=step_limit)
     report.met.update({f"p2c {what}": count for what, count in choices.items()})
     return report
 

@@ -18,7 +18,6 @@ import random
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -37,7 +36,6 @@ TOLERANCE = 0.02
 MOST_MORE = {"fds": 2, "threads": 2, "tasks": 6}
 """Requests come and go, and with them tasks: half a dozen is chance, and a leak would be hundreds."""
 
-LINES = 25
 PAGES = ("/metrics", "/statistics", "/healthz", "/explain?tokens=1,2,3")
 
 
@@ -86,7 +84,6 @@ class Soak(Session):
         super().__init__(settings)
         self.looks: list[Look] = []
         self._warm_up = warm_up
-        self._traces: list[tracemalloc.Snapshot] = []
         self._server: MetricsServer | None = None
         self._asking = asyncio.Lock()
 
@@ -109,7 +106,6 @@ class Soak(Session):
             finally:
                 async with self._asking:        # the server stays until it has been asked
                     self._server = None
-        self._trace()
 
     async def _look(self) -> None:
         began, number = time.monotonic(), 0
@@ -123,24 +119,10 @@ class Soak(Session):
 
     def _note(self, found: Look, number: int) -> None:
         if found.at >= self._warm_up:
-            if not self.looks:
-                self._trace()
             self.looks.append(found)
         if number % SHOWN_EVERY == 0:
             print(f"{found.at:6.0f} s  {found.rss / 2**20:7.1f} MiB  {found.fds} fds  {found.threads} threads  "
                   f"{found.tasks} tasks{'' if self.looks else '  (warming up)'}", flush=True)
-
-    def grown(self) -> list[str]:
-        """The lines of Python that hold another amount of memory at the end of the run than after the warm-up, if
-        allocations are traced."""
-        if len(self._traces) < 2:
-            return []
-        before, after = self._traces
-        return [str(line) for line in after.compare_to(before, "lineno")[:LINES]]
-
-    def _trace(self) -> None:
-        if tracemalloc.is_tracing():
-            self._traces.append(tracemalloc.take_snapshot())
 
 
 async def asked(server: MetricsServer) -> None:
@@ -173,7 +155,7 @@ def soak(seconds: float, seed: int) -> int:
     wrong = [*report["problems"], *differences(session.looks)]
     told = ("served", "cancelled", "failed", "verify", "leaks", "elapsed_s")
     print(json.dumps({name: report[name] for name in told}))
-    print("\n".join([*session.grown(), *wrong]) or "flat")
+    print("\n".join(wrong) or "flat")
     return 1 if wrong else 0
 
 
@@ -182,13 +164,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A long run of the stress tool must end as large as it was when warm.")
     parser.add_argument("--seconds", type=float, default=600.0, help="how long requests are served (default: 600)")
     parser.add_argument("--seed", type=int, help="of everything drawn at random (default: a random one, printed)")
-    parser.add_argument("--tracemalloc", type=int, metavar="FRAMES", help="trace allocations, and name those that grew")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
     print(f"python -m tests.soak.flat --seconds {options.seconds:g} --seed {seed}", flush=True)
     logging.getLogger("asynccache").addHandler(logging.NullHandler())  # faults are what this is about
-    if options.tracemalloc:
-        tracemalloc.start(options.tracemalloc)
     return soak(options.seconds, seed)
 
 
