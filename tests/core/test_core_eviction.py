@@ -302,7 +302,6 @@ def all_nodes(world: World) -> Iterator[Node]:
 def one_by_one(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
     """Evict the coldest cell, and the next, until there is room; False if one may not go gently."""
     world = room._world
-    world.limit = 1 << 60
     for place, need in enumerate(needs, world.count):
         while world.shelves[place].slots.left < need:
             node = room.coldest(place, EARLY) or room.coldest(place, LATE)
@@ -327,6 +326,7 @@ def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
 
     def compared(room: RoomMaker, needs: Sequence[int], cost: Cost) -> Room:
         other = copy.deepcopy(room)
+        other._world.limit = 1 << 60
         before = on_host(room._world)
         answer = make(room, needs, cost)
         made = answer is Room.FREE

@@ -94,16 +94,7 @@ def _unmarked(room: RoomMaker, place: int, need: int) -> Room:
 
 
 def _step_by_step(room: RoomMaker, needs: Sequence[int], cost: Cost) -> Room:
-    for place, need in enumerate(needs, room._world.count):
-        while room._world.shelves[place].slots.left < need:
-            node = room.coldest(place, EARLY) or room.coldest(place, LATE)
-            if node is None:
-                return Room.SHORT
-            room._world.offer(node, place)
-            if not room._may_go_gently(node, cost):
-                return Room.SHORT
-            room.evict(node, place)
-    return Room.FREE
+    return Room.FREE if laws.one_by_one(room, needs, cost) else Room.SHORT
 
 
 EVICTION: Rules = {
