@@ -16,7 +16,7 @@ from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Sta
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
+from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full
 from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
@@ -206,26 +206,6 @@ def end_all(run: SynchronousRuntime, works: bool) -> None:
 def on_host_of(run: SynchronousRuntime, *texts: str) -> list[bool]:
     """Whether an event said so of each, and none took it back."""
     return [run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text))) for text in texts]
-
-
-def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
-    run = runtime("full,swa", device=12, host=0, window=8)
-    insert(run, "abcd", "abcdefgh")
-    leaf = granted(run, "abcdefghX")
-    take_beside_full(run, swa=9)
-    found = run.match(spell("abcdX"))
-    assert (found.device, found.full) == (0, 16)
-    assert run.match(spell("abcdefgh")).device == 32
-    leaf.verify()
-
-
-def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
-    run = runtime("full,mamba", host=0, states=5)
-    whole(run, "abcd", "abcdefgh")
-    run.settle()
-    take(run, 0, states=4)
-    assert run.match(spell("abcd")) == run.match(spell("abcd"))._replace(device=0, full=16)
-    assert run.match(spell("abcdefgh")).full == 32
 
 
 def test_an_eviction_tells_that_pages_left_their_tier() -> None:
