@@ -46,13 +46,6 @@ def test_a_match_ends_at_a_page_not_at_a_token() -> None:
     assert run.match(spell("ab") + spell("c")[:12] + spell("X")).device == 8
 
 
-def test_full_says_how_far_full_alone_matched() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcdefgh", checkpoint=4)
-    found = run.match(spell("abcdefgh"))
-    assert (found.device, found.host, found.full) == (16, 16, 32)
-
-
 @pytest.mark.parametrize("components", ["full,swa", "full,mamba", "full,swa,mamba"])
 def test_hit_lengths_say_what_a_load_would_bring(components: str) -> None:
     run = runtime(components, device=16, host=64, window=8)
