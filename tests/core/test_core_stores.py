@@ -210,6 +210,13 @@ def test_backups_beyond_the_limit_are_deferred_and_not_lost() -> None:
 TEXT = "abcdefgh"
 
 
+def flushed(run: SynchronousRuntime, *texts: str) -> SynchronousRuntime:
+    """It has these texts, and has saved all that it can."""
+    insert(run, *texts)
+    run.flush()
+    return run
+
+
 def attach(run: SynchronousRuntime, access: Access = Access.WRITE) -> None:
     run.perform(run.core.attach_storage(access))
 
@@ -238,18 +245,14 @@ def in_store(run: SynchronousRuntime, text: str = TEXT) -> int:
 
 
 def test_without_a_store_nothing_is_stored_or_fetched_and_nothing_waits_for_it() -> None:
-    run = runtime(storage=False)
-    run.insert(TEXT)
-    run.flush()
+    run = flushed(runtime(storage=False), TEXT)
     assert not run.storage
     assert run.unsaved() == (0, 0)
     assert isinstance(open_fetch(run, spell(TEXT)), Skip)
 
 
 def test_what_is_on_the_host_when_a_store_comes_is_stored_by_a_backfill() -> None:
-    run = runtime(storage=False)
-    insert(run, TEXT, "abcdxyz", "abq")
-    run.flush()
+    run = flushed(runtime(storage=False), TEXT, "abcdxyz", "abq")
     attach(run)
     assert run.unsaved() == (0, 8 + 3 + 1)
     assert fill(run) > 2
@@ -275,9 +278,7 @@ def test_a_slice_of_a_backfill_keeps_to_its_limits() -> None:
 
 
 def test_what_is_committed_later_goes_there_by_itself() -> None:
-    run = runtime(storage=False)
-    run.insert("abcd")
-    run.flush()
+    run = flushed(runtime(storage=False), "abcd")
     attach(run)
     saved(run, TEXT)
     assert in_store(run) == 4
@@ -297,35 +298,26 @@ def test_a_store_that_is_only_read_is_given_nothing() -> None:
     assert opened(run, "xyz").finish() == 3 * run.page
 
 
-def test_after_a_store_has_left_nothing_passes_for_stored() -> None:
+@pytest.mark.parametrize("under_way", [False, True])
+def test_after_a_store_has_left_nothing_passes_for_stored(under_way: bool) -> None:
+    """Nor what was under way to it."""
     run = runtime()
-    run.insert(TEXT)
-    run.flush()
+    stores = on_host(run, TEXT)
+    assert stores
+    if not under_way:
+        run.complete(*stores)
     detach(run, Access.WRITE)
+    if under_way:
+        run.complete(*stores)
+        run.storage.clear()
     assert run.unsaved() == (0, 8)
     run.flush()
     assert in_store(run) == 8
     assert run.unsaved() == (0, 0)
 
 
-def test_what_was_under_way_to_a_store_that_left_does_not_pass_for_stored_either() -> None:
-    run = runtime()
-    run.insert(TEXT)
-    run.complete(*run.in_flight())
-    stores = run.in_flight(BackupStorage)
-    assert stores
-    detach(run, Access.WRITE)
-    run.complete(*stores)
-    run.storage.clear()
-    assert run.unsaved() == (0, 8)
-    run.flush()
-    assert in_store(run) == 8
-
-
 def test_what_was_being_fetched_from_it_does_not() -> None:
-    run = runtime()
-    run.insert(TEXT)
-    run.flush()
+    run = flushed(runtime(), TEXT)
     other = SynchronousRuntime(run.config, storage=dict(run.storage))
     fetch = opened(other)
     assert fetch.take_full(8) == 8
@@ -335,9 +327,7 @@ def test_what_was_being_fetched_from_it_does_not() -> None:
 
 
 def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
-    run = runtime()
-    run.insert(TEXT)
-    run.flush()
+    run = flushed(runtime(), TEXT)
     detach(run, Access.WRITE)
     saved(run, "abcdx")
     run.flush()
@@ -370,9 +360,7 @@ def test_a_backfill_misses_nothing_however_the_tree_changes_meanwhile(seed: int)
 
 
 def test_a_backfill_names_what_the_tree_knows() -> None:
-    run = runtime(storage=False)
-    insert(run, TEXT, "abq")
-    run.flush()
+    run = flushed(runtime(storage=False), TEXT, "abq")
     attach(run)
     run.log.clear()
     backfill = run.core.backfill(store=False)
@@ -385,9 +373,7 @@ def test_a_backfill_names_what_the_tree_knows() -> None:
 
 
 def test_a_dead_namespace_is_not_stored_again() -> None:
-    run = runtime(storage=False)
-    run.insert(TEXT)
-    run.flush()
+    run = flushed(runtime(storage=False), TEXT)
     request = run.lease(spell(TEXT))
     attach(run)
     backfill = run.core.backfill(store=True)
