@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
-from asynccache.core.plan import BackupHost, BackupStorage, Status, Wait
+from asynccache.core.plan import BackupHost, BackupStorage, Wait
 from tests.core.core_kit import COMPONENTS, clear_device, granted, opened, resized, runtime, saved, take, with_store_of
 from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
@@ -181,16 +181,6 @@ def test_one_is_asked_about_before_it_takes_or_begins_anything() -> None:
     assert (host_free(run), run.core.statistics()) == before
     assert run.core.prefetch_look(b"another namespace" * 2, spell(TEXT)) == shape._replace(anchor=0, covered=0)
     assert b"another namespace" * 2 not in run.core.world.roots
-
-
-def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> None:
-    run = stored("abcdefgh", "full,swa,mamba")
-    before = host_free(run)
-    first, second = opened(run), opened(run)
-    assert (first.finish(), second.finish()) == (32, 32)
-    assert run.ended[second.op] is Status.DONE
-    assert host_free(run) == [before[0] - 8, before[1] - 2, before[2] - 1]
-    read_back(run, TEXT, 8).release()
 
 
 # the anchor
