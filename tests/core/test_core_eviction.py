@@ -16,19 +16,11 @@ from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Sta
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
-from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
+from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full
+from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
 # ahead, and what is never evicted.
-
-
-def test_the_least_recently_used_leaf_goes_first() -> None:
-    run = runtime(device=12, host=0)
-    insert(run, "abcd", "efgh", "ijkl")
-    run.match(spell("abcd"))
-    take(run, 4)
-    assert reach(run, "abcd", "efgh", "ijkl") == [4, 0, 4]
 
 
 def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
@@ -95,15 +87,6 @@ def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wa
     saved(run, "mnop")
     assert reach(run, "abcd", "efgh", "mnop") == [cached, 0, 4]
     assert cached >= 3
-
-
-def test_an_allocation_waits_for_backups_rather_than_losing_pages() -> None:
-    run = runtime(device=8, host=64)
-    run.insert("abcdefgh")
-    assert run.lease(b"", new=16) is None
-    run.complete(*run.in_flight(BackupHost))
-    assert run.lease(b"", new=16) is not None
-    assert run.core.statistics().lost_pages == 0
 
 
 def test_dropping_an_only_copy_is_the_last_resort_and_counted() -> None:
@@ -225,38 +208,6 @@ def on_host_of(run: SynchronousRuntime, *texts: str) -> list[bool]:
     return [run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text))) for text in texts]
 
 
-def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
-    run = runtime("full,swa", device=12, host=0, window=8)
-    insert(run, "abcd", "abcdefgh")
-    leaf = granted(run, "abcdefghX")
-    take_beside_full(run, swa=9)
-    found = run.match(spell("abcdX"))
-    assert (found.device, found.full) == (0, 16)
-    assert run.match(spell("abcdefgh")).device == 32
-    leaf.verify()
-
-
-def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
-    run = runtime("full,mamba", host=0, states=5)
-    whole(run, "abcd", "abcdefgh")
-    run.settle()
-    take(run, 0, states=4)
-    assert run.match(spell("abcd")) == run.match(spell("abcd"))._replace(device=0, full=16)
-    assert run.match(spell("abcdefgh")).full == 32
-
-
-def test_evicting_swa_drags_mamba_along() -> None:
-    run = runtime("full,swa,mamba", device=12, host=0, window=8)
-    whole(run, "abcd", "abcdefgh")
-    run.settle()
-    assert run.reach("abcdX") == (4, 4)
-    granted(run, "abcdefghX")
-    run.settle()
-    free = run.core.statistics().device[MAMBA].free
-    take_beside_full(run, swa=9)
-    assert run.core.statistics().device[MAMBA].free == free + 1
-
-
 def test_an_eviction_tells_that_pages_left_their_tier() -> None:
     run = runtime(device=8, host=8)
     saved(run, "abcdefgh")
@@ -302,7 +253,6 @@ def all_nodes(world: World) -> Iterator[Node]:
 def one_by_one(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
     """Evict the coldest cell, and the next, until there is room; False if one may not go gently."""
     world = room._world
-    world.limit = 1 << 60
     for place, need in enumerate(needs, world.count):
         while world.shelves[place].slots.left < need:
             node = room.coldest(place, EARLY) or room.coldest(place, LATE)
@@ -327,6 +277,7 @@ def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
 
     def compared(room: RoomMaker, needs: Sequence[int], cost: Cost) -> Room:
         other = copy.deepcopy(room)
+        other._world.limit = 1 << 60
         before = on_host(room._world)
         answer = make(room, needs, cost)
         made = answer is Room.FREE

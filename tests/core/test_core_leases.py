@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Skip
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, Compute, LoadBack, Medium, Plan, Retire, Wait
+from asynccache.core.cache import Skip
+from asynccache.core.plan import BackupHost, BackupStorage, Compute, LoadBack, Medium, Plan, Retire, Wait
 from asynccache.errors import CacheFull
 from tests.core.core_kit import COMPONENTS, clear_device, forget, granted, insert, leased, runtime, saved, whole
-from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, Slots, SynchronousRuntime, spell
 
 # Leases: all or nothing, pins, splits under a pin, private copies, commits, duplicates, early release, load_back.
 
@@ -27,28 +27,10 @@ def evicted(components: str = "full", **options: Any) -> SynchronousRuntime:
 # all or nothing
 
 
-def test_a_lease_reserves_the_uncached_prompt_and_the_new_tokens() -> None:
-    run = runtime()
-    run.insert("abcd")
-    request = granted(run, "abcdef", new=6)
-    assert (request.lease.cached, request.lease.reserved) == (16, 32)
-    assert len(set(run.table(request.lease, 0))) == 8
-
-
 def test_what_can_never_fit_is_refused_at_once() -> None:
     run = runtime(device=8)
     with pytest.raises(CacheFull):
         run.lease(spell("abcdefgh"), new=4)
-
-
-def test_what_does_not_fit_now_waits_and_holds_nothing() -> None:
-    run = runtime(device=8)
-    first = granted(run, "abcde")
-    before = run.core.statistics()
-    assert run.lease(spell("wxyz")) is None
-    assert run.core.statistics() == before
-    first.release()
-    assert run.lease(spell("wxyz")) is not None
 
 
 def test_a_release_tells_that_pages_are_free_and_a_second_one_does_nothing() -> None:
@@ -94,20 +76,6 @@ def test_a_commit_makes_pages_hit_and_keeps_a_partial_page_private() -> None:
     request.compute(16)
     assert request.commit()
     assert run.reach("abcd") == (4, 4)
-
-
-def test_duplicates_retire_and_the_table_names_the_trees_pages() -> None:
-    run = runtime()
-    one, two = granted(run, "abcd"), granted(run, "abcd")
-    for request in (one, two):
-        request.compute(16)
-        assert request.commit()
-    assert run.table(one.lease, 0) == run.table(two.lease, 0)
-    (retire,) = run.in_flight(Retire)
-    free = run.config.components[0].device - 8
-    assert run.lease(b"", new=(free + 1) * 4) is None, "retiring pages are not free"
-    run.complete(retire)
-    assert run.lease(b"", new=(free + 1) * 4) is not None
 
 
 def test_pages_of_a_window_that_a_commit_cannot_use_retire() -> None:
@@ -194,19 +162,6 @@ def test_extend_grows_or_says_full_and_changes_nothing() -> None:
 # MAMBA
 
 
-def test_a_hit_gets_a_private_copy_of_the_state() -> None:
-    run = runtime("full,mamba")
-    run.insert("abcd", checkpoint=4)
-    one, two = granted(run, "abcdX"), granted(run, "abcdY")
-    clones = run.in_flight(Clone)
-    assert len(clones) == 2
-    assert not one.ready
-    run.complete(*clones)
-    one.verify()
-    two.verify()
-    assert Slots.of(one.lease.states)[0] != Slots.of(two.lease.states)[0]
-
-
 def test_a_second_checkpoint_for_the_same_end_comes_back() -> None:
     run = runtime("full,mamba")
     run.insert("abcd", checkpoint=4)
@@ -237,14 +192,6 @@ def test_a_load_brings_what_the_match_needs(components: str) -> None:
     run.settle()
     assert request.ready
     request.verify()
-
-
-def test_ten_requests_for_one_evicted_prefix_cause_one_load() -> None:
-    run = evicted(device=32)
-    requests = [granted(run, "abcdefghX") for _ in range(10)]
-    assert len(run.in_flight(LoadBack)) == 1
-    run.settle()
-    assert all(request.ready for request in requests)
 
 
 def test_a_failed_load_tells_every_lease_how_much_is_good() -> None:
@@ -306,17 +253,6 @@ def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
     assert run.reach("abcdX") == (0, 0)
     run.insert("abcd")
     assert run.reach("abcd") == (4, 4)
-
-
-def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
-    core = CacheCore(core_config("full", device=16))
-    for tenant in range(20):
-        answer = core.lease(LeaseRequest(bytes([tenant]) * 32, spell("abc"), 8, 12, 0))
-        assert isinstance(answer, Grant)
-        refused = core.lease(LeaseRequest(bytes([tenant, 1]) * 16, spell("a"), 0, 64, 0))
-        assert isinstance(refused, Wait)
-        core.release(answer.lease)
-    assert not core.world.roots
 
 
 # Calls that meet what others hold: pinned nodes, pages that are loaded or saved just now, checkpoints, splits.
@@ -514,17 +450,6 @@ def test_nothing_that_rests_on_the_state_of_a_batch_that_is_not_over_is_saved(fa
     assert ((MAMBA, run.chain(SPACE, spell("abc"))[-1]) in run.storage) is not fails
 
 
-def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
-    run = runtime(device=8, host=0)
-    publish(run, "abcd").release()
-    run.tell(*computing(run))
-    assert run.reach("abcd")[1] == 0
-    assert run.lease(spell("uvwxyz")) is None, "some rank still writes to these pages"
-    run.complete(*computing(run))
-    granted(run, "uvwxyz").release()
-    assert is_empty(run)
-
-
 def test_the_lease_of_a_failed_batch_is_told_even_if_the_tree_had_all_its_pages() -> None:
     """Its next commit may rest on the same batch: the last page was begun in it."""
     run = runtime()
@@ -580,19 +505,6 @@ def test_a_namespace_that_was_invalidated_meanwhile_still_tells_its_holders() ->
     holder.release()
     run.settle()
     run.core.follow_up()
-
-
-def test_the_plan_of_a_commit_says_that_its_pages_are_being_computed_and_only_then() -> None:
-    run = runtime()
-    running = enter(run, "ab")
-    running.compute(2 * run.page)
-    assert running.commit()
-    assert not computing(run)
-    running.release()
-    running = publish(run, "abcd", fails=False)
-    assert len(computing(run)) == 1
-    running.release(retire=True)
-    assert not run.in_flight(Retire)
 
 
 def test_a_backup_that_saves_computed_pages_as_well_waits_for_the_batch_below_them() -> None:

@@ -31,7 +31,7 @@ from asynccache.core.room import Verdict
 from asynccache.core.settings import Access
 from asynccache.core.tree import PRESENT, Node, Root, cut, link
 from asynccache.core.world import LATE
-from tests.core.core_kit import insert, saved, written
+from tests.core.core_kit import granted, insert, saved, written
 from tests.simulated.leading import check_books, check_duel
 from tests.simulated.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
 
@@ -684,19 +684,17 @@ def test_a_policy_of_ones_own_chooses_among_windows_and_states_unless_it_says_ot
 TEXTS = ("abcd", "efgh", "ijkl", "ABCD", "EFGH", "IJKL")
 
 
-def filled(*, storage: bool, **options: Any) -> SynchronousRuntime:
+def filled(**options: Any) -> SynchronousRuntime:
     """Device and host are full, of different pages; the last request's conversation has ended."""
-    run = runtime("lru", device=12, host=8, storage=storage, **options)
-    for text in (*TEXTS, "mnop"):
-        for _ in range(4):
-            run.settle()
-            request = run.lease(spell(text, run.page))
-            if request is not None:
-                break
-        assert request is not None
-        request.compute(4 * run.page)
-        assert request.commit()
-        request.release(ended=text == "mnop")
+    run = runtime("lru", device=12, host=8, storage=False, **options)
+    saved(run, *TEXTS)
+    request = run.lease(spell("mnop", run.page))
+    if request is None:  # it had to wait for backups
+        run.settle()
+        request = granted(run, "mnop")
+    request.compute(4 * run.page)
+    assert request.commit()
+    request.release(ended=True)
     run.settle()
     return run
 
@@ -712,29 +710,20 @@ def on_host(run: SynchronousRuntime) -> list[str]:
 
 def test_what_would_go_from_the_host_before_all_that_is_there_is_not_copied_to_it() -> None:
     """A conversation that has ended leaves the device without a copy, and nothing is lost that somebody wants."""
-    run = filled(storage=False)
+    run = filled()
     saved(run, "qrst")
     assert run.reach("mnop") == (0, 0)
     assert on_host(run) == ["ijkl", "ABCD"], "which were there before"
     assert run.core.statistics().lost_pages == 0
 
 
-def make_room(run: SynchronousRuntime) -> None:
-    """Have the device give something up for another request, which may have to wait for backups."""
-    for _ in range(4):
-        request = run.lease(spell("uvwx", run.page))
-        run.settle()
-        if request is not None:
-            return
-
-
 def test_what_was_given_up_is_asked_again_when_a_store_comes() -> None:
     """It was condemned ahead of time, because the host had no room for it and nobody else wanted it."""
-    run = filled(storage=False, write_policy="write_back", write_back_watermark=0.5)
+    run = filled(write_policy="write_back", write_back_watermark=0.5)
     saved(run, "qrst")
     assert path_of(run, "mnop")[0].condemned
     run.core.attach_storage(Access.WRITE)
-    make_room(run)
+    saved(run, "uvwx")
     run.flush()
     stored = {digest for component, digest in run.storage if component == FULL}
     assert stored >= set(run.chain(SPACE, spell("mnop", 512)))

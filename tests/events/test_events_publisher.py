@@ -103,6 +103,16 @@ def joined(publisher: ZmqPublisher, replay: bool = True) -> Subscriber:
     return Subscriber(publisher.endpoint, publisher.replay if replay else None, topic="kv")
 
 
+def heard(publisher: ZmqPublisher, subscriber: Subscriber, number: int) -> list[Received]:
+    """Publish batches from that ``number`` on, until the subscriber hears of some."""
+    batches: list[Received] = []
+    while not batches:
+        one_by_one(publisher, number, number + 1)
+        number += 1
+        batches += subscriber.receive(0.02)
+    return batches
+
+
 def read(subscriber: Subscriber, number: int) -> list[Received]:
     """The batches up to that ``number``."""
     batches: list[Received] = []
@@ -133,11 +143,7 @@ def test_a_publisher_that_began_anew_is_read_from_its_beginning() -> None:
         subscriber = Subscriber(endpoint, replay)
         assert len(list(subscriber.catch_up())) > 3
     with subscriber, opened(endpoint, replay) as second:
-        number, batches = 0, list[Received]()
-        while not batches:
-            one_by_one(second, number, number + 1)
-            number += 1
-            batches += subscriber.receive(0.02)
+        batches = heard(second, subscriber, 0)
     assert [batches[at].batch.events[0] for at in (0, 1)] == [AllBlocksCleared()] * 2, "of the old one, of the new one"
     assert [batch.number for batch in batches[1:]] == list(range(len(batches) - 1))
 
@@ -163,12 +169,7 @@ def test_what_a_dead_publisher_announced_is_cleared_though_its_successor_does_no
 def test_without_replay_a_gap_is_told(publisher: ZmqPublisher) -> None:
     one_by_one(publisher, 0, 3)
     with joined(publisher, replay=False) as subscriber:
-        number = 3
-        batches: list[Received] = []
-        while not batches:
-            one_by_one(publisher, number, number + 1)
-            number += 1
-            batches += subscriber.receive(0.02)
+        batches = heard(publisher, subscriber, 3)
     assert batches[0].batch.events == [AllBlocksCleared()]
     assert batches[1].number == batches[0].number + 1
 
