@@ -345,35 +345,6 @@ async def test_every_pool_comes_back_from_storage_in_a_cache_that_never_computed
         await memory.aclose()
 
 
-async def test_a_split_inside_the_shared_prefix_divides_every_pool() -> None:
-    config = deepseek()
-    storage = MemoryBackend()
-    shared = text(config, 5)
-    prompts = [[*shared, *text(config, 3, seed, extra=1)] for seed in (1, 2)]
-    async with opened(config, storage=storage) as cache:
-        assert await serve(cache, prompts[0]) == 0
-        assert await serve(cache, prompts[1]) in (0, 5 * config.page_size)
-        await settled(cache)
-        await push_out(cache)
-        for prompt in prompts:
-            assert await served(cache, prompt) == 8 * config.page_size
-        assert await cache.flush() == (0, 0)
-    async with opened(config, storage=storage) as cache:
-        for prompt in prompts:
-            spoil_device(cache)
-            assert await served(cache, prompt) == 8 * config.page_size
-            await settled(cache)
-            await push_out(cache)
-    await storage.aclose()
-
-
-async def served(cache: AsyncCache, prompt: list[int]) -> int:
-    async with cache.lease(prompt) as lease:
-        await lease.loaded()
-        verify(cache, lease, prompt[:-1])
-        return lease.cached
-
-
 async def test_a_window_that_the_device_gave_up_comes_back_with_its_states_and_nothing_else() -> None:
     """FULL stayed on the device, so none of what hangs on it moves."""
     config = deepseek(device=40)
