@@ -154,6 +154,7 @@ class Mru(EvictionPolicy):
         return order.rest[0].newest() if order.rest[0].slices else None
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_policy_below_lru_is_told_by_the_exit_status(
     bad: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -183,6 +184,7 @@ def eight_conversations(count: int) -> Workload:
     return Workload(paths, [0.5 * number for number in range(count)])
 
 
+@pytest.mark.slow
 def test_telling_ends_changes_nothing_with_room_for_all_and_finds_more_with_little(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +259,7 @@ def test_one_machine_with_the_memory_of_all_hits_like_one_replica(
     assert rows[True, "random"].store_hits == 0
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_replicas_stands_for_the_fleet(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
     arguments = ("--replicas", "16", "--local", "100000", "--load", "0.9")
     whole, some = fleets(capsys, trace, *arguments), fleets(capsys, trace, *arguments, "--sample", "4")
@@ -268,6 +271,7 @@ def test_a_sample_of_the_replicas_stands_for_the_fleet(capsys: pytest.CaptureFix
         assert some[key].read == pytest.approx(row.read, rel=0.25, abs=0.5), key
 
 
+@pytest.mark.slow
 def test_plots_are_whole_and_read_in_light_and_dark(
     capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
