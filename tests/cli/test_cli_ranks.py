@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -297,17 +297,11 @@ TIMEOUT = 3.0
 SLACK = 10.0  # a machine that is ten times slower
 
 
-class Struck(NamedTuple):
-    """``at``: when, in Unix time."""
-
-    report: Report
-    at: float
-
-
 def strike(
     shape: Shape, storage: str, out: Path, victim: int, how: signal.Signals, after: float, *more: str
-) -> Struck:
-    """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready."""
+) -> tuple[Report, float]:
+    """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready: its report, and when
+    that was in Unix time."""
     with Command(shape, storage, out, "--rank-timeout", str(TIMEOUT), "--duration", "600", *more) as command:
         command.started()
         time.sleep(after)
@@ -316,18 +310,17 @@ def strike(
         done = command.ended()
         assert done.returncode == 1, done
         command.nobody_left()
-    return Struck(json.loads(out.read_text()), at)
+    return json.loads(out.read_text()), at
 
 
-def told(struck: Struck, victim: int) -> None:
+def told(report: Report, at: float, victim: int) -> None:
     """Every rank but the victim has had a RankFailure, in time, and holds nothing that it should not."""
-    report = struck.report
     assert any(problem.startswith(f"rank {victim} ") for problem in report["problems"]), report["problems"]
     assert not any("law of the core" in problem for problem in report["problems"]), report["problems"]
     for rank in report["ranks"]:
         if rank["rank"] != victim:
             assert (rank["lost"], rank["failure"]["kind"], rank["verify"]["mismatches"]) == (None, "RankFailure", 0)
-            assert rank["failure"]["at"] - struck.at < TIMEOUT + SLACK, rank
+            assert rank["failure"]["at"] - at < TIMEOUT + SLACK, rank
             assert f"rank {victim}" in rank["failure"]["sentence"], rank
 
 
@@ -357,10 +350,10 @@ def test_a_signal_ends_a_run_with_its_report(number: signal.Signals, status: int
 ])  # fmt: skip
 def test_each_rank_in_turn_is_lost(shape: Shape, victim: int, how: signal.Signals, tmp_path: Path) -> None:
     after = Random(f"{victim} {how}").uniform(0.0, 0.7)
-    struck = strike(shape, storage(tmp_path), tmp_path / "report.json", victim, how, after)
-    told(struck, victim)
+    report, at = strike(shape, storage(tmp_path), tmp_path / "report.json", victim, how, after)
+    told(report, at, victim)
     said = "was killed by signal 9" if how is signal.SIGKILL else "was silent for 3 s"
-    assert any(problem.startswith(f"rank {victim} {said}") for problem in struck.report["problems"])
+    assert any(problem.startswith(f"rank {victim} {said}") for problem in report["problems"])
 
 
 @pytest.mark.slow
