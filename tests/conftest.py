@@ -32,6 +32,9 @@ from tests.processes import Command, Done
 from tests.stores.server import CannotStart, NowhereRequired, required
 from tests.workers import dealt
 
+# A folder's own conftest.py may import asynccache before options are read.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["ASYNCCACHE_PURE"] = "01"["--core compiled" not in " ".join(sys.argv).replace("=", " ")]
 _FILE = pytest.StashKey[Path]()
 BOTH_LOOPS = (
     "runtime", "worker", "shim", "stores/test_conformance.py", "stores/test_redis_connection.py",

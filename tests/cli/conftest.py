@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from asynccache.cli.main import main
+
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Does a run, of whose words ``FOLDER`` stands for the test's folder; its report. If its status is 0, as it is
     unless another is given, the run was right in every respect."""
-    from asynccache.cli.main import main  # when tests/conftest.py has chosen the core
-
     def done(words: str | Sequence[str], *more: str, status: int = 0) -> dict[str, Any]:
         file = tmp_path / "report.json"
         given = shlex.split(words.replace("FOLDER", str(tmp_path))) if isinstance(words, str) else words

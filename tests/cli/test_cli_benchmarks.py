@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -154,6 +155,7 @@ class Mru(EvictionPolicy):
         return order.rest[0].newest() if order.rest[0].slices else None
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_policy_below_lru_is_told_by_the_exit_status(
     bad: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -183,6 +185,7 @@ def eight_conversations(count: int) -> Workload:
     return Workload(paths, [0.5 * number for number in range(count)])
 
 
+@pytest.mark.slow
 def test_telling_ends_changes_nothing_with_room_for_all_and_finds_more_with_little(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,10 +213,19 @@ def trace(tmp_path: Path) -> Path:
         for turn in range(TURNS) for talk in range(TALKS)))  # fmt: skip
 
 
-def fleets(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> dict[tuple[bool, str], Row]:
-    assert fleet_main([str(trace), "--json", "--prefill", "1000", "--bytes-per-token", "100000", *options]) == 0
-    rows = [Row(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
-    return {(row.store, row.routing): row for row in rows}
+Fleets = Callable[..., dict[tuple[bool, str], Row]]
+
+
+@pytest.fixture
+def fleets(capsys: pytest.CaptureFixture[str], trace: Path) -> Fleets:
+    """Rows by whether there is a store, and by routing."""
+
+    def played(*options: str) -> dict[tuple[bool, str], Row]:
+        assert fleet_main([str(trace), "--json", "--prefill", "1000", "--bytes-per-token", "100000", *options]) == 0
+        rows = [Row(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
+        return {(row.store, row.routing): row for row in rows}
+
+    return played
 
 
 def test_conversations_are_told_apart_by_what_follows_the_shared_head_and_copies_share_nothing_else(
@@ -235,10 +247,8 @@ def test_conversations_are_told_apart_by_what_follows_the_shared_head_and_copies
     assert sum(len(keys - shared) for keys in by_talk.values()) == len(set().union(*by_talk.values()) - shared)
 
 
-def test_a_store_makes_hits_independent_of_routing_and_routing_makes_them_local(
-    capsys: pytest.CaptureFixture[str], trace: Path
-) -> None:
-    rows = fleets(capsys, trace, "--replicas", "8", "--local", "100000", "--load", "0.5")
+def test_a_store_makes_hits_independent_of_routing_and_routing_makes_them_local(fleets: Fleets) -> None:
+    rows = fleets("--replicas", "8", "--local", "100000", "--load", "0.5")
     assert set(rows) == {(store, routing) for store in (False, True) for routing in ROUTINGS}
     with_store = {round(rows[True, routing].computed, 6) for routing in ROUTINGS}
     assert len(with_store) == 1
@@ -249,17 +259,16 @@ def test_a_store_makes_hits_independent_of_routing_and_routing_makes_them_local(
     assert rows[False, "prefix"].p99 < rows[False, "random"].p99
 
 
-def test_one_machine_with_the_memory_of_all_hits_like_one_replica(
-    capsys: pytest.CaptureFixture[str], trace: Path
-) -> None:
-    rows = fleets(capsys, trace, "--replicas", "4", "--local", "100000", "--together", "4")
+def test_one_machine_with_the_memory_of_all_hits_like_one_replica(fleets: Fleets) -> None:
+    rows = fleets("--replicas", "4", "--local", "100000", "--together", "4")
     assert {round(row.local_hits, 9) for row in rows.values()} == {round(rows[False, "sticky"].local_hits, 9)}
     assert rows[True, "random"].store_hits == 0
 
 
-def test_a_sample_of_the_replicas_stands_for_the_fleet(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+@pytest.mark.slow
+def test_a_sample_of_the_replicas_stands_for_the_fleet(fleets: Fleets) -> None:
     arguments = ("--replicas", "16", "--local", "100000", "--load", "0.9")
-    whole, some = fleets(capsys, trace, *arguments), fleets(capsys, trace, *arguments, "--sample", "4")
+    whole, some = fleets(*arguments), fleets(*arguments, "--sample", "4")
     for key, row in whole.items():
         assert some[key].replicas == row.replicas == 16
         assert some[key].requests < row.requests / 2
@@ -268,6 +277,7 @@ def test_a_sample_of_the_replicas_stands_for_the_fleet(capsys: pytest.CaptureFix
         assert some[key].read == pytest.approx(row.read, rel=0.25, abs=0.5), key
 
 
+@pytest.mark.slow
 def test_plots_are_whole_and_read_in_light_and_dark(
     capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:

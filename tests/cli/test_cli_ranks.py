@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -156,10 +156,14 @@ def folders(path: Path) -> list[str]:
 
 @here
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [TP2, *(pytest.param(shape, marks=pytest.mark.soak) for shape in
-                                          (PP2, TP2_PP2, PP4, (1, 2, 1), (2, 2, 2)))])  # fmt: skip
-def test_ranks_have_the_right_bytes_whatever_fails_or_is_late_on_one(shape: Shape, tmp_path: Path, ran: Ran) -> None:
-    report = ran(options(shape, storage(tmp_path), *HOSTILE))
+@pytest.mark.parametrize(("shape", "more"), [
+    (TP2, ()), (PP2, ()), (TP2_PP2, ()), (TP2, ("--replicated", "full:tp,mamba")),
+    *(pytest.param(shape, (), marks=pytest.mark.soak) for shape in (PP4, (1, 2, 1), (2, 2, 2))),
+])  # fmt: skip
+def test_ranks_have_the_right_bytes_from_every_tier_whatever_fails_or_is_late_on_one(
+    shape: Shape, more: tuple[str, ...], tmp_path: Path, ran: Ran
+) -> None:
+    report = ran(options(shape, storage(tmp_path), *HOSTILE, *more))
     sound(report, shape)
     hits(report, "device", "host", "storage")
     assert report["requests"] == report["served"] + report["cancelled"] == 120
@@ -206,23 +210,6 @@ def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored
     assert "Ranks: tp 1 · cp 2 · pp 1" in said.out
     assert "\n  rank 1 (0 1 0)" in said.out
     assert max(map(len, said.out.partition("written: ")[0].splitlines())) <= 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "more"), [(TP2, ()), (PP2, ()), (TP2_PP2, ()), (TP2, ("--replicated", "full:tp,mamba"))],
-    ids=["tp2", "pp2", "tp2-pp2", "tp2-replicated"],
-)  # fmt: skip
-def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_is_stored(
-    shape: Shape, more: tuple[str, ...], tmp_path: Path
-) -> None:
-    out = tmp_path / "report.json"
-    first, second = (run(shape, storage(tmp_path), out, "--requests", count, *more) for count in ("60", FEW))
-    for report in (first, second):
-        sound(report, shape)
-    hits(first, "device", "host")
-    hits(second, "storage")
-    assert folders(tmp_path) == [f"rank-{i}" for i in range(size(shape))]
 
 
 # what is wrong is seen
@@ -310,17 +297,11 @@ TIMEOUT = 3.0
 SLACK = 10.0  # a machine that is ten times slower
 
 
-class Struck(NamedTuple):
-    """``at``: when, in Unix time."""
-
-    report: Report
-    at: float
-
-
 def strike(
     shape: Shape, storage: str, out: Path, victim: int, how: signal.Signals, after: float, *more: str
-) -> Struck:
-    """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready."""
+) -> tuple[Report, float]:
+    """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready: its report, and when
+    that was in Unix time."""
     with Command(shape, storage, out, "--rank-timeout", str(TIMEOUT), "--duration", "600", *more) as command:
         command.started()
         time.sleep(after)
@@ -329,18 +310,17 @@ def strike(
         done = command.ended()
         assert done.returncode == 1, done
         command.nobody_left()
-    return Struck(json.loads(out.read_text()), at)
+    return json.loads(out.read_text()), at
 
 
-def told(struck: Struck, victim: int) -> None:
+def told(report: Report, at: float, victim: int) -> None:
     """Every rank but the victim has had a RankFailure, in time, and holds nothing that it should not."""
-    report = struck.report
     assert any(problem.startswith(f"rank {victim} ") for problem in report["problems"]), report["problems"]
     assert not any("law of the core" in problem for problem in report["problems"]), report["problems"]
     for rank in report["ranks"]:
         if rank["rank"] != victim:
             assert (rank["lost"], rank["failure"]["kind"], rank["verify"]["mismatches"]) == (None, "RankFailure", 0)
-            assert rank["failure"]["at"] - struck.at < TIMEOUT + SLACK, rank
+            assert rank["failure"]["at"] - at < TIMEOUT + SLACK, rank
             assert f"rank {victim}" in rank["failure"]["sentence"], rank
 
 
@@ -370,10 +350,10 @@ def test_a_signal_ends_a_run_with_its_report(number: signal.Signals, status: int
 ])  # fmt: skip
 def test_each_rank_in_turn_is_lost(shape: Shape, victim: int, how: signal.Signals, tmp_path: Path) -> None:
     after = Random(f"{victim} {how}").uniform(0.0, 0.7)
-    struck = strike(shape, storage(tmp_path), tmp_path / "report.json", victim, how, after)
-    told(struck, victim)
+    report, at = strike(shape, storage(tmp_path), tmp_path / "report.json", victim, how, after)
+    told(report, at, victim)
     said = "was killed by signal 9" if how is signal.SIGKILL else "was silent for 3 s"
-    assert any(problem.startswith(f"rank {victim} {said}") for problem in struck.report["problems"])
+    assert any(problem.startswith(f"rank {victim} {said}") for problem in report["problems"])
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ TO_HOST = {"new": "right", "device": "right", "turns": "right", "host": "wrong"}
 
 
 @pytest.mark.parametrize(("fault", "family", "flushes", "wanted"), [
-    pytest.param(*row, id=name, marks=() if name in ("layers", "device") else pytest.mark.slow(4)) for name, row in {
+    pytest.param(*row, id=name, marks=() if name == "layers" else pytest.mark.slow(4)) for name, row in {
         "layers": (partial(load_wrongly, spoil=swap_layers), "qwen3", FLUSHES[:2], TO_HOST),
         "pages": (partial(load_wrongly, spoil=shift_pages), "qwen3", FLUSHES[:2], TO_HOST),
         "byte": (partial(load_wrongly, spoil=flip_a_byte), "qwen3", FLUSHES[:2], TO_HOST),

@@ -28,7 +28,7 @@ from asynccache import (
     load_config,
 )
 from asynccache.config import COMPONENTS
-from asynccache.configuration import CACHE, SIDECAR, TABLES, as_toml, read_config, schema
+from asynccache.configuration import CACHE, SIDECAR, TABLES, Loaded, as_toml, read_config, schema
 from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import CoreConfig
@@ -86,8 +86,8 @@ def test_every_value_knows_where_it_came_from(kv: Path) -> None:
     assert origins["eviction"] == "default"
 
 
-def test_everything_there_is_can_be_said_in_a_file(tmp_path: Path) -> None:
-    config = load_config(_write(tmp_path, GOOD.replace("[components.full]", """write_policy = "write_back"
+def test_everything_there_is_can_be_said_in_a_file(kv: Path) -> None:
+    kv.write_text(GOOD.replace("[components.full]", """write_policy = "write_back"
 freeze_gc = true
 prefetch_timeout_max = 3
 [storage_options]
@@ -109,7 +109,8 @@ window = 512
 bytes_per_token = 256
 device_tokens = 1024
 host_tokens = 1024
-[components.full]""")), env={})
+[components.full]"""))
+    config = load_config(kv, env={})
     assert config.write_policy is WritePolicy.WRITE_BACK
     assert (config.freeze_gc, config.prefetch_timeout_max) == (True, 3.0)
     assert config.storage_options == {"threads": "2"}
@@ -118,12 +119,6 @@ host_tokens = 1024
     assert config.sidecars[1] == Sidecar(
         name="index.keys", indices_from="scales", bytes_per_page=64, replicated=Replicated.TP_CP
     )
-
-
-def _write(folder: Path, text: str) -> Path:
-    file = folder / "all.toml"
-    file.write_text(text)
-    return file
 
 
 def test_python_alone_is_enough_and_its_tuples_replace_what_a_file_has(kv: Path) -> None:
@@ -154,9 +149,9 @@ def test_the_environment_alone_is_enough() -> None:
     )
 
 
-def test_a_sidecar_that_the_file_names_keeps_its_name(tmp_path: Path) -> None:
-    file = _write(tmp_path, GOOD + '[sidecars.Index-Keys]\nindices_from = "full"\nbytes_per_page = 64\n')
-    config = load_config(file, env={"ASYNCCACHE_SIDECARS__INDEX_KEYS__LAYERS": "2"})
+def test_a_sidecar_that_the_file_names_keeps_its_name(kv: Path) -> None:
+    kv.write_text(GOOD + '[sidecars.Index-Keys]\nindices_from = "full"\nbytes_per_page = 64\n')
+    config = load_config(kv, env={"ASYNCCACHE_SIDECARS__INDEX_KEYS__LAYERS": "2"})
     assert config.sidecars == (Sidecar(name="Index-Keys", indices_from="full", bytes_per_page=64, layers=2),)
 
 
@@ -255,13 +250,18 @@ def test_two_components_or_sidecars_of_one_name_are_refused_and_not_dropped() ->
         load_config(env={}, model="m", components=(full,), sidecars=(side, side))
 
 
+def shown_again(loaded: Loaded, folder: Path) -> str:
+    """What is shown of it, which can be loaded again."""
+    again = folder / "again.toml"
+    again.write_text(as_toml(loaded.values))
+    assert read_config(again, env={}).config == loaded.config
+    return again.read_text()
+
+
 def test_what_is_shown_can_be_loaded_again(kv: Path, tmp_path: Path) -> None:
     loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_TIMEOUT": "5"}, storage_options={"a b": 'q"\\'},
                          sidecars={"k.v": {"indices_from": "full", "bytes_per_page": 8}})
-    again = tmp_path / "again.toml"
-    again.write_text(as_toml(loaded.values))
-    assert load_config(again, env={}) == loaded.config
-    assert "# environment variable ASYNCCACHE_CLOSE_TIMEOUT" in again.read_text()
+    assert "# environment variable ASYNCCACHE_CLOSE_TIMEOUT" in shown_again(loaded, tmp_path)
 
 
 def test_secrets_are_not_shown(kv: Path) -> None:
@@ -390,8 +390,7 @@ def test_lists_of_integers_in_every_way(tmp_path: Path) -> None:
     wanted = CacheConfig(model="m", components=(Full(bytes_per_token=64, device_tokens=160, layers=2, covers=(1, 3)),))
     loaded = read_config(tmp_path / "kv.toml", env=env)
     assert loaded.config == wanted
-    (tmp_path / "again.toml").write_text(as_toml(loaded.values))
-    assert read_config(tmp_path / "again.toml", env={}).config == wanted
+    shown_again(loaded, tmp_path)
     for bad in ([True], ["0"], 3):
         (problem,) = read_config(tmp_path / "kv.toml", env={}, components={"full": {"covers": bad}}).problems
         assert "covers=" in problem
@@ -472,8 +471,7 @@ def test_several_stores_in_every_way(tmp_path: Path) -> None:
     loaded = read_config(file, env={})
     assert loaded.config is not None
     assert loaded.config.stores == urls
-    (tmp_path / "again.toml").write_text(as_toml(loaded.values))
-    assert read_config(tmp_path / "again.toml", env={}).config == loaded.config
+    shown_again(loaded, tmp_path)
     for env, given in (({"ASYNCCACHE_STORAGE": " ".join(urls)}, {}), ({}, {"storage": list(urls)})):
         assert read_config(file, env=env, **given).config == loaded.config
     one = read_config(file, env={"ASYNCCACHE_STORAGE": urls[0]}).config

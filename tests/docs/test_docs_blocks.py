@@ -51,7 +51,7 @@ EXCEPTIONS = {
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/design.md": 2}
 PATIENCE = 120.0
-LONG = re.compile(r"\b(stress|replay|bench|make|plan|openai_server|for _ in range)\b")
+LONG = re.compile(r"\b(stress|replay|bench|benchmarks|make|plan|openai_server|for _ in range)\b")
 
 
 def test_nothing_is_passed_over() -> None:

@@ -14,22 +14,11 @@ from asynccache import AsyncCache, CacheFull, ConfigError, Lease
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from tests.edge.odd_values import Odd
-from tests.runtime.runtime_kit import (
-    PAGE,
-    assert_cached_bytes,
-    compute,
-    holds,
-    page_hashes,
-    parts,
-    settings,
-    settled,
-    text,
-    write,
-)
+from tests.runtime.runtime_kit import compute, parts, settings, settled, text
+from tests.sidecars import sidecar_kit
 
 PACKAGES = ("asynccache", "asynccache_shim", "asynccache.storage", "asynccache.events", "asynccache.metrics")
 POOLS = ("full", "swa")
-WINDOW = 8
 
 
 class StillBroken(AssertionError):
@@ -181,7 +170,7 @@ class World:
         prompt = self.prompt()
         async with self.cache.lease(prompt, **{"new_tokens": 8, **terms}) as lease:
             await lease.loaded()
-            self._verify(lease, prompt)
+            sidecar_kit.verify(self.cache, lease, prompt)
             compute(self.cache, lease, prompt, POOLS)
             yield lease
 
@@ -189,21 +178,7 @@ class World:
         """Ordinary requests, each verified byte by byte."""
         for _ in range(count):
             self._requests += 1
-            prompt = self.prompt(self._requests)
-            async with self.cache.lease(prompt) as lease:
-                await lease.loaded()
-                self._verify(lease, prompt)
-                compute(self.cache, lease, prompt, POOLS)
-                end = len(prompt) // PAGE * PAGE
-                write(self.cache, "mamba", int(lease.states[1]), page_hashes(prompt)[end // PAGE - 1])
-                await lease.commit(prompt, checkpoint=(end, lease.states[1]))
-                self.counted += lease.cached
-
-    def _verify(self, lease: Lease, prompt: list[int]) -> None:
-        assert_cached_bytes(self.cache, lease, prompt, POOLS, WINDOW)
-        if lease.cached:
-            state = page_hashes(prompt)[lease.cached // PAGE - 1]
-            assert holds(self.cache, "mamba", int(lease.states[0]), state), "the state that was matched has other bytes"
+            self.counted += await sidecar_kit.serve(self.cache, self.prompt(self._requests))
 
     def audit(self) -> None:
         """The books, with whatever is in flight, after everybody has left."""

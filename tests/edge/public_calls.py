@@ -367,13 +367,10 @@ def of_fleet(method: str, params: Params, **good: Any) -> Case:
 
 
 async def _followed(world: World, given: Given) -> None:
+    """A stream, or one of such fields."""
+    fields = {"endpoint": "inproc://edge-fleet", **given}
     with events.Fleet() as fleet:
-        fleet.add("a", [given.get("stream", events.EventStream("inproc://edge-fleet"))])
-
-
-async def _followed_at(world: World, given: Given) -> None:
-    with events.Fleet() as fleet:
-        fleet.add("a", [events.EventStream(**{"endpoint": "inproc://edge-fleet", **given})])
+        fleet.add("a", [fields["stream"] if "stream" in fields else events.EventStream(**fields)])
 
 
 def _cache(world: World, made: Any) -> Given:
@@ -682,7 +679,7 @@ EXCEPTIONS: dict[str, Case | Callable[[Any], Case]] = {
     "asynccache.events.Fleet.remove": of_fleet("remove", {"server": Text(("there",))}, server="there"),
     "asynccache.events.Fleet.hits": of_fleet("hits", {}, hashes=[1]),
     "asynccache.events.Fleet.add (stream)": Case(_followed, {"stream": Thing()}),
-    "asynccache.events.Fleet.add (stream's fields)": Case(_followed_at, {"endpoint": Depends(Text()),
+    "asynccache.events.Fleet.add (stream's fields)": Case(_followed, {"endpoint": Depends(Text()),
         "replay": Depends(Text(optional=True)), "topic": Text(), "layout": Member()}),
     "asynccache.events.prompt_blocks": plain({"tokens": Depends(INTEGERS), "page_size": Integer(1, 1 << 16),
         "namespace": Namespace()}, tokens=[1, 2], model="m", page_size=1),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asynccache import checks
-from tests.edge.edge_kit import PACKAGES, Case, Kind, Unchecked, World, problem_of, public
+from tests.edge.edge_kit import PACKAGES, Case, Kind, World, problem_of, public
 from tests.edge.odd_values import ODD
 from tests.edge.public_calls import CALLS, NOT_CALLED
 
@@ -100,12 +100,6 @@ async def _one_parameter(case: Case, world: World, name: str, kind: Kind, odd_va
 @pytest.mark.parametrize("name", CALLS)
 async def test_odd_values_are_taken_for_what_they_mean_or_refused_by_name(name: str) -> None:
     assert await fuzzed(CALLS[name]) == []
-
-
-def test_what_is_not_checked_has_a_reason() -> None:
-    for case in CALLS.values():
-        assert all(kind.why for kind in case.params.values() if isinstance(kind, Unchecked))
-    assert all(entry.why for entry in NOT_CALLED.values())
 
 
 REMOVED = [

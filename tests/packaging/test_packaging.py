@@ -88,12 +88,6 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stderr.split())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", ["", CONFIG, LOADED, "dir(asynccache)", "asynccache.ConfigError"])
-def test_the_package_and_its_settings_load_nothing_heavy(code: str) -> None:
-    assert loaded_by(f"import asynccache\n{code}") == set()
-
-
 CPU_SECONDS = 0.3
 TIMED = "import resource as r, asynccache as a; {}; u = r.getrusage(r.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
 
@@ -111,11 +105,13 @@ def command(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [
-    ("--help",), ("--version",), ("stress", "--help"), ("replay", "--help"), ("config", "schema"), ("bench", "--help"),
-])
-def test_commands_that_touch_no_page_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
-    assert loaded_by(command(*arguments)) == set()
+@pytest.mark.parametrize("code", [
+    *(f"import asynccache\n{use}" for use in ("", CONFIG, LOADED, "dir(asynccache)", "asynccache.ConfigError")),
+    *(command(*words.split()) for words in ("--help", "--version", "stress --help", "replay --help", "config schema",
+                                            "bench --help")),
+])  # fmt: skip
+def test_the_package_its_settings_and_commands_that_touch_no_page_load_nothing_heavy(code: str) -> None:
+    assert loaded_by(code) == set()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheConfig
+from asynccache import AsyncCache, CacheConfig, PrefetchHandle
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime import prefetch as prefetch_module
 from asynccache.runtime.prefetch import Wish
@@ -290,6 +290,21 @@ class Held:
                 await self.go.wait()
 
 
+@asynccontextmanager
+async def held_fetch(stack: str, pool: str, at: int) -> AsyncIterator[tuple[AsyncCache, PrefetchHandle, Held]]:
+    """A fetch that stops before the ``at``-th read of a pool; at the end all of its prompt can be fetched."""
+    config = STACKS[stack]()
+    prompt = text(config, PAGES, extra=1)
+    async with stored(config, [prompt]) as backend:
+        backend.hold = held = Held(pool, at)
+        async with opened(config, storage=backend) as cache:
+            handle = cache.prefetch(prompt)
+            await held.reached.wait()
+            yield cache, handle, held
+            backend.hold = None
+            assert await cached(cache, prompt) == PAGES
+
+
 @pytest.mark.parametrize(
     ("stack", "pool", "at", "pages"),
     [
@@ -306,37 +321,21 @@ async def test_a_stop_leaves_a_prefix_that_is_complete_in_every_pool(
     stack: str, pool: str, at: int, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch_module, "BATCH_PAGES", 2)
-    config = STACKS[stack]()
-    prompt = text(config, PAGES, extra=1)
-    async with stored(config, [prompt]) as backend:
-        backend.hold = held = Held(pool, at)
-        async with opened(config, storage=backend) as cache:
-            handle = cache.prefetch(prompt)
-            await held.reached.wait()
-            handle._prefetch.tell(Wish.STOP)
-            held.go.set()
-            assert (await handle).tokens == pages * config.page_size
-            assert (await cache.match(prompt)).host == pages * config.page_size
-            backend.hold = None
-            assert await cached(cache, prompt) == PAGES
+    async with held_fetch(stack, pool, at) as (cache, handle, held):
+        handle._prefetch.tell(Wish.STOP)
+        held.go.set()
+        end = pages * cache.config.page_size
+        assert (await handle).tokens == (await cache.match(text(cache.config, PAGES, extra=1))).host == end
 
 
 @pytest.mark.parametrize("pool", [spec.name for spec in solid(deepseek())])
 async def test_a_fetch_that_is_cancelled_in_the_middle_of_any_pool_leaves_nothing(pool: str) -> None:
-    config = deepseek()
-    prompt = text(config, PAGES, extra=1)
-    async with stored(config, [prompt]) as backend:
-        backend.hold = held = Held(pool, 1)
-        async with opened(config, storage=backend) as cache:
-            handle = cache.prefetch(prompt)
-            await held.reached.wait()
-            handle.cancel()
-            held.go.set()
-            await handle
-            await settled(cache)
-            assert all(shelf.free == shelf.capacity for shelf in cache.statistics().host.values())
-            backend.hold = None
-            assert await cached(cache, prompt) == PAGES
+    async with held_fetch("deepseek", pool, 1) as (cache, handle, held):
+        handle.cancel()
+        held.go.set()
+        await handle
+        await settled(cache)
+        assert all(shelf.free == shelf.capacity for shelf in cache.statistics().host.values())
 
 
 @pytest.mark.parametrize("pool", ["c4", "c4_indexer", "c128", "draft"])
