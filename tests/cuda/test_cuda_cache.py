@@ -54,10 +54,13 @@ class Worker:
         self.checked = 0
         self.loaded = 0
 
-    async def serve(self, tokens: Sequence[int]) -> None:
+    async def serve(self, tokens: Sequence[int], *, careful: bool = False) -> None:
+        """``careful``: it asks whether its loads came, before it publishes what it made of them."""
         async with self.cache.lease(tokens) as lease:
             self.loaded += lease.hits.host
             self._prefill(lease, tokens)
+            if careful:
+                await lease.loaded()
             ready = self.engine.stream.record()
             await lease.commit(tokens, after=ready)
             lease.release(after=self.engine.stream.record())
