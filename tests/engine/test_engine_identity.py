@@ -19,7 +19,7 @@ from asynccache.errors import ConfigError
 from tests.engine.engine_kit import model_of, prompt
 from tests.engine.engine_models import make
 
-pytestmark = [pytest.mark.slow(0.3), pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024}
 TEXT = torch.tensor([prompt(45)])

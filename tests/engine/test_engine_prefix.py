@@ -23,8 +23,6 @@ from asynccache.errors import CacheClosed, ConfigError, Unavailable
 from tests.engine.engine_kit import at_once, counted, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
-pytestmark = pytest.mark.slow(0.3)
-
 FAMILIES = (
     "llama", "mamba", "gemma2", "mixtral", "deepseek_v3", "qwen3_5", "granitemoehybrid", "jamba", "mamba2", "bamba",
     "gpt_oss", "lfm2", "deepseek_v4", "llama4", "minimax",
