@@ -214,18 +214,19 @@ class SimulatedCuda(CupyDriver):
             self._admit("host_register")
             if not self.registers:
                 self.problems.append("memory was registered that the device sees at another address")
-            if sum(self.pinned.values()) + size > self._pinnable:
-                raise DriverError("out of memory")
-            self.pinned[address] = size
+            self._pin(address, size)
+
+    def _pin(self, address: int, size: int) -> None:
+        if sum(self.pinned.values()) + size > self._pinnable:
+            raise DriverError("out of memory")
+        self.pinned[address] = size
 
     def host_alloc(self, size: int) -> int:
         with self._state:
             self._admit("host_alloc")
-            if sum(self.pinned.values()) + size > self._pinnable:
-                raise DriverError("out of memory")
             memory = torch.full((size,), 7, dtype=torch.uint8)
+            self._pin(memory.data_ptr(), size)
             self._memory[memory.data_ptr()] = memory
-            self.pinned[memory.data_ptr()] = size
             return memory.data_ptr()
 
     def host_free(self, address: int) -> None:

@@ -54,10 +54,13 @@ class Worker:
         self.checked = 0
         self.loaded = 0
 
-    async def serve(self, tokens: Sequence[int]) -> None:
+    async def serve(self, tokens: Sequence[int], *, careful: bool = False) -> None:
+        """``careful``: it asks whether its loads came, before it publishes what it made of them."""
         async with self.cache.lease(tokens) as lease:
             self.loaded += lease.hits.host
             self._prefill(lease, tokens)
+            if careful:
+                await lease.loaded()
             ready = self.engine.stream.record()
             await lease.commit(tokens, after=ready)
             lease.release(after=self.engine.stream.record())
@@ -402,8 +405,7 @@ async def test_an_event_that_was_never_recorded_has_happened(simulated_device: M
 
 
 async def test_one_event_that_was_adopted_can_be_named_for_many_leases(simulated_device: Make) -> None:
-    device = simulated_device()
-    engine = SimulatedEngine(device)
+    device, _, engine = parts(simulated_device)
     engine.driver.hold(engine.handle)
     event = device.engine_event(recorded(engine, TorchEvent))
     assert device.engine_event(event) is event
@@ -417,8 +419,7 @@ async def test_one_event_that_was_adopted_can_be_named_for_many_leases(simulated
 
 async def test_a_thread_that_captures_a_graph_is_refused_before_the_driver_is_asked(simulated_device: Make) -> None:
     """Asking for an event of the graph would be the graph's end."""
-    device = simulated_device()
-    engine = SimulatedEngine(device)
+    device, _, engine = parts(simulated_device)
     engine.driver.use_stream(engine.handle)
     engine.driver.captured.add(engine.handle)
     event = recorded(engine, TorchEvent)
@@ -434,8 +435,7 @@ async def test_events_and_streams_of_torch_that_may_be_of_any_device(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``torch.Event`` and ``torch.Stream``, which vLLM hands out."""
-    device = simulated_device()
-    engine = SimulatedEngine(device)
+    device, _, engine = parts(simulated_device)
     made: list[dict[str, int]] = []
 
     def stream(**parts: int) -> object:
@@ -494,8 +494,7 @@ async def _call(lease: Lease, call: str, event: object) -> None:
 
 async def test_many_events_fill_no_queue_of_the_driver(simulated_device: Make) -> None:
     """The caller's thread would block in a call of the driver, and that is the loop's."""
-    device = simulated_device()
-    engine = SimulatedEngine(device)
+    device, _, engine = parts(simulated_device)
     engine.driver.hold(engine.handle)
     engine.driver.compute(engine.handle, lambda: None)
     event = recorded(engine, TorchEvent)
@@ -513,8 +512,7 @@ async def test_many_events_fill_no_queue_of_the_driver(simulated_device: Make) -
 
 async def test_a_device_that_failed_or_is_closed_waits_for_nothing(simulated_device: Make) -> None:
     for end in ("fails", "is closed"):
-        device: CudaDevice = simulated_device()
-        engine = SimulatedEngine(device)
+        device, _, engine = parts(simulated_device)
         engine.driver.hold(engine.handle)
         engine.driver.compute(engine.handle, lambda: None)
         event = recorded(engine, TorchEvent)

@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -551,16 +550,6 @@ class Moody(SimulatedCuda):
             raise DriverError(f"{call}: not now", 901)
 
 
-async def carefully(worker: Worker, tokens: Sequence[int]) -> None:
-    """A request that asks whether its loads came, before it publishes what it made of them."""
-    async with worker.cache.lease(tokens) as lease:
-        worker.loaded += lease.hits.host
-        worker._prefill(lease, tokens)
-        await lease.loaded()
-        await lease.commit(tokens, after=worker.engine.stream.record())
-        lease.release(after=worker.engine.stream.record())
-
-
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_moody_driver_costs_batches_and_never_a_byte_or_the_device(
     drivers: list[SimulatedCuda], seed: int
@@ -574,7 +563,7 @@ async def test_a_moody_driver_costs_batches_and_never_a_byte_or_the_device(
         for _ in range(40):
             try:
                 async with asyncio.timeout(ENOUGH):
-                    await carefully(worker, text(4, rng.randrange(12), extra=1))
+                    await worker.serve(text(4, rng.randrange(12), extra=1), careful=True)
                 served += 1
             except (LoadFailed, CopyFailed):
                 await worker.engine.stream.record().wait()

@@ -25,8 +25,6 @@ from tests.engine.engine_kit import Member, empty_device, held_back, model_of, o
 from tests.engine.engine_models import make
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow(0.5)
-
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gpt_oss", "mixtral", "cohere2", "gpt2",
     "jamba", "bamba", "olmo_hybrid", "lfm2", "mamba", "deepseek_v3", "deepseek_v4", "gemma3n", "llama4", "bloom",

@@ -39,8 +39,6 @@ from tests.engine.engine_kit import (
 )
 from tests.engine.engine_models import FAMILIES, MORE, OTHERS, WINDOW, even, make
 
-pytestmark = pytest.mark.slow(0.4)
-
 ALL = (*FAMILIES, *OTHERS, *MORE)
 LENGTH = 46
 ONE_BY_ONE = {"jamba", "mamba", "falcon_mamba"}

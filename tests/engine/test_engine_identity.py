@@ -19,7 +19,7 @@ from asynccache.errors import ConfigError
 from tests.engine.engine_kit import model_of, prompt
 from tests.engine.engine_models import make
 
-pytestmark = [pytest.mark.slow(0.3), pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024}
 TEXT = torch.tensor([prompt(45)])
@@ -247,14 +247,19 @@ def test_an_adapters_name_in_events_stays_beside_the_models_own_namespace() -> N
     assert (told, told.lora_name, told.lora_id) == (keys[3], "french", 3)
 
 
+def batched(batching: ContinuousBatching, judge: Any) -> int:
+    """The same in a batch."""
+    (made,) = batching.generate_batch([prompt(45)], max_new_tokens=9, eos_token_id=-1)
+    assert made.error is None
+    assert made.output == judge.generate(TEXT, max_new_tokens=9, do_sample=False)[0, 45:].tolist()
+    return sum(made.hits or ())
+
+
 def test_continuous_batching_looks_before_each_request_too() -> None:
     model, twin = make("llama"), make("llama")
 
     def hits() -> int:
-        (made,) = batching.generate_batch([prompt(45)], max_new_tokens=9, eos_token_id=-1)
-        assert made.error is None
-        assert made.output == twin.generate(TEXT, max_new_tokens=9, do_sample=False)[0, 45:].tolist()
-        return sum(made.hits or ())
+        return batched(batching, twin)
 
     def change(module: Any, args: Any) -> None:
         handle.remove()
@@ -341,9 +346,7 @@ def test_continuous_batching_takes_a_model_of_peft(peft: Any) -> None:
         for adapter, found in (("french", 0), ("legal", 0), ("french", HIT), ("legal", HIT)):
             for each in (model, twin):
                 each.set_adapter(adapter)
-            (made,) = batching.generate_batch([prompt(45)], max_new_tokens=9, eos_token_id=-1)
-            assert made.output == twin.generate(TEXT, max_new_tokens=9, do_sample=False)[0, 45:].tolist()
-            assert sum(made.hits or ()) == found
+            assert batched(batching, twin) == found
 
 
 def test_adding_an_adapter_leaves_the_pages_of_others(peft: Any, warned: Callable[[], list[str]]) -> None:

@@ -29,8 +29,6 @@ from tests.engine.test_engine_prefix import GIVEN, LENGTH, rows_of
 from tests.stores.object_server import MotoServer
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow(0.5)
-
 AHEAD: dict[str, Any] = {"device_tokens": 2048, "host_tokens": 2048}
 SHARED = prompt(100, seed=11)
 TWINS = [[*SHARED, *prompt(3 + i, seed=20 + i)] for i in range(6)]

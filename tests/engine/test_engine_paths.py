@@ -52,7 +52,6 @@ WINDOWED = ("gemma3", "deepseek_v4")
 RECURRENT = ("falcon_h1", "qwen3_next")
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_prompt_shorter_than_the_window(family: str) -> None:
     storage = MemoryBackend()
@@ -68,7 +67,6 @@ async def test_a_prompt_shorter_than_the_window(family: str) -> None:
     await storage.aclose()
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> None:
     async with served(family) as engine:
@@ -79,7 +77,6 @@ async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> Non
             text = [*text, *made.tokens, *prompt(3, seed=turn)]
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_split_inside_the_shared_prefix(family: str) -> None:
     shared, whole, storage = prompt(37), 37 // PAGE * PAGE, MemoryBackend()
@@ -96,7 +93,6 @@ async def test_a_split_inside_the_shared_prefix(family: str) -> None:
     await storage.aclose()
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", WINDOWED)
 async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
     """What a long answer left of its window is never published: FULL is there, SWA is not."""
@@ -123,7 +119,6 @@ async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
     await storage.aclose()
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_namespaces_are_never_mixed(family: str) -> None:
     """Two sets of weights, as adapters would be, each under its own key, at the same time on the same tokens."""
@@ -138,7 +133,6 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
                 assert (one.cached, two.cached, three.cached) == ((32, 32, 24) if round_ else (0, 0, 0))
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_failing_storage_and_copies_make_it_slower_never_different(family: str) -> None:
     inner = MemoryBackend()
@@ -159,7 +153,6 @@ async def test_failing_storage_and_copies_make_it_slower_never_different(family:
     await inner.aclose()
 
 
-@pytest.mark.slow(0.7)
 async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
     """Every other test of this folder compares logits; so this is what they would see."""
     async with served("qwen3") as engine:
@@ -171,7 +164,6 @@ async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
             await engine.check(prompt(40))
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_request_that_was_retracted_goes_on_as_it_would_have(family: str) -> None:
     """Also one that is drawn."""
@@ -218,7 +210,6 @@ async def play(engine: Served, rng: random.Random) -> list[Request]:
     return asked
 
 
-@pytest.mark.slow(0.7)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_world_changes_no_token(family: str) -> None:
     await changes_no_token(family, 0)

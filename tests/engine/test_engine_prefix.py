@@ -23,18 +23,25 @@ from asynccache.errors import CacheClosed, ConfigError, Unavailable
 from tests.engine.engine_kit import at_once, counted, model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
-pytestmark = pytest.mark.slow(0.3)
-
 FAMILIES = (
     "llama", "mamba", "gemma2", "mixtral", "deepseek_v3", "qwen3_5", "granitemoehybrid", "jamba", "mamba2", "bamba",
     "gpt_oss", "lfm2", "deepseek_v4", "llama4", "minimax",
 )  # fmt: skip
 SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024}
 LENGTH = 45
+NEW = 9
+GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
+
+
+def alike(cached: PrefixCache, text: torch.Tensor, **given: Any) -> torch.Tensor:
+    """What it generates, and it is what its model generates."""
+    made: torch.Tensor = cached.generate(text, **given)
+    assert made.tolist() == cached._model.generate(text, **given).tolist()
+    return made
 
 
 @pytest.fixture
@@ -51,14 +58,10 @@ def cached() -> Iterator[PrefixCache]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_and_a_second_turn_that_hits(family: str) -> None:
-    model, text = model_of(family), ids(prompt(LENGTH))
-    with PrefixCache(model, name=family, **SIZES) as cached:
-        first = cached.generate(text, max_new_tokens=9, do_sample=False)
-        assert first.tolist() == model.generate(text, max_new_tokens=9, do_sample=False).tolist()
+    with PrefixCache(model_of(family), name=family, **SIZES) as cached:
+        first = alike(cached, ids(prompt(LENGTH)), **GIVEN)
         assert cached.counts == Counts(LENGTH, 0, 0, 0)
-        turn = torch.cat([first, ids(prompt(5, seed=1))], 1)
-        second = cached.generate(turn, max_new_tokens=9, do_sample=False)
-        assert second.tolist() == model.generate(turn, max_new_tokens=9, do_sample=False).tolist()
+        alike(cached, torch.cat([first, ids(prompt(5, seed=1))], 1), **GIVEN)
         assert cached.counts.device >= LENGTH // 8 * 8
 
 
@@ -85,8 +88,7 @@ def test_rows_of_different_length_are_padded_as_transformers_does() -> None:
             given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, **options}
             if "max_length" in given:
                 del given["max_new_tokens"]
-            wanted = model.generate(text, **given)
-            assert cached.generate(text, **given).tolist() == wanted.tolist()
+            alike(cached, text, **given)
         assert cached.counts.device == 3 * (32 + 16 + 32)
 
 
@@ -135,20 +137,15 @@ def test_threads_share_one_cache_which_counts_every_prompt(cached: PrefixCache) 
 
 @pytest.mark.parametrize("family", ["phi3_longrope", "llama_dynamic"])
 def test_what_is_too_long_for_the_cache_is_generated_without_it(family: str) -> None:
-    model = model_of(family)
-    with PrefixCache(model, **SIZES) as cached:
+    with PrefixCache(model_of(family), **SIZES) as cached:
         for length, new in ((60, 20), (60, 60), (60, 20)):
-            text = ids(prompt(length))
-            wanted = model.generate(text, max_new_tokens=new)
-            assert cached.generate(text, max_new_tokens=new).tolist() == wanted.tolist()
+            alike(cached, ids(prompt(length)), max_new_tokens=new)
         assert cached.counts.device == 56
 
 
 def test_what_has_no_room_is_generated_without_it() -> None:
     with PrefixCache(model_of("llama"), page_size=8, device_tokens=64, host_tokens=64) as cached:
-        text = ids(prompt(70))
-        wanted = model_of("llama").generate(text, max_new_tokens=5)
-        assert cached.generate(text, max_new_tokens=5).tolist() == wanted.tolist()
+        alike(cached, ids(prompt(70)), max_new_tokens=5)
         assert cached.counts == Counts(70, 0, 0, 0)
 
 
@@ -320,8 +317,7 @@ def test_minimax_with_its_linear_layers_first(layers: list[str]) -> None:
     model, text = make("minimax", layer_types=layers, num_hidden_layers=len(layers)), ids(prompt(LENGTH))
     with PrefixCache(model, name="minimax", **SIZES) as cached:
         for _ in range(2):
-            made = cached.generate(text, max_new_tokens=9, do_sample=False)
-            assert made.tolist() == model.generate(text, max_new_tokens=9, do_sample=False).tolist()
+            made = alike(cached, text, **GIVEN)
             assert made.tolist() == model.generate(text, max_new_tokens=9, do_sample=False, use_cache=False).tolist()
             text = torch.cat([made, ids(prompt(5, seed=1))], 1)
         assert cached.counts.device == 40
@@ -421,8 +417,6 @@ def test_a_transformers_whose_generate_takes_no_cache_is_refused_before_anything
 # Rows of a batch are generated in common steps where that can be.
 
 
-NEW = 9
-GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 KINDS = ("llama", "gemma2", "mixtral", "gpt_oss", "gpt2")
 """Full attention, windows beside it, one window, sinks, learned positions."""
 ALONE = ("deepseek_v3", "qwen3_5", "jamba", "deepseek_v4", "bamba", "lfm2", "mamba")
@@ -445,8 +439,7 @@ def test_a_batch_is_computed_in_common_steps_cold_and_with_hits(family: str) -> 
             assert calls == [3 * (LENGTH - (40 if before else 0)), *[3] * (NEW - 1)]
             assert cached.counts.device == before * 3 * 40
         turn = torch.cat([wanted, rows_of(3, seed=7)[:, :5]], 1)
-        wanted = model.generate(turn, attention_mask=torch.ones_like(turn), **GIVEN)
-        assert cached.generate(turn, **GIVEN).tolist() == wanted.tolist()
+        alike(cached, turn, attention_mask=torch.ones_like(turn), **GIVEN)
         assert cached.counts.device == 3 * (40 + 40 + 48)  # answers are found, too
 
 
@@ -481,7 +474,7 @@ def test_rows_of_a_model_that_is_computed_request_by_request(family: str) -> Non
 
 def test_rows_that_begin_at_several_places_are_right(cached: PrefixCache) -> None:
     cached.generate(rows_of(2)[1:], **GIVEN)
-    assert cached.generate(rows_of(4), **GIVEN).tolist() == model_of("llama").generate(rows_of(4), **GIVEN).tolist()
+    alike(cached, rows_of(4), **GIVEN)
 
 
 def test_a_row_that_ends_before_the_others_is_padded_and_its_padding_is_not_kept() -> None:
@@ -492,8 +485,7 @@ def test_a_row_that_ends_before_the_others_is_padded_and_its_padding_is_not_kept
     end = next(token for token in free[0][1:5] if token not in free[1])
     with PrefixCache(model, name="llama", **SIZES) as cached:
         for given in ({"eos_token_id": end}, {"eos_token_id": [end, 511]}):
-            wanted = model.generate(text, **GIVEN, **given)
-            assert cached.generate(text, **GIVEN, **given).tolist() == wanted.tolist()
+            wanted = alike(cached, text, **GIVEN, **given)
         assert 0 in wanted[0, LENGTH:].tolist()
         stop = wanted[0].tolist().index(end, LENGTH)
         padded = wanted[0, : LENGTH + NEW].tolist()
@@ -537,7 +529,7 @@ def test_rows_that_have_no_room_together_are_generated_one_after_the_other() -> 
     text = rows_of(4)
     with PrefixCache(model_of("llama"), name="llama", page_size=8, device_tokens=128, host_tokens=512) as cached:
         for _ in range(2):
-            assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+            alike(cached, text, **GIVEN)
         assert cached.counts.device + cached.counts.host == 4 * 40
         cached._loop.call(settled(cached._cache))
         check(cached._cache.core, idle=True)
@@ -592,7 +584,7 @@ def test_each_row_is_one_lookup_whatever_rows_share(cached: PrefixCache) -> None
     depths = [8 * (i % 4) for i in range(8)]
     text = ids(*([*prompt(LENGTH)[:d], *prompt(LENGTH - d, seed=1 + i)] for i, d in enumerate(depths)))
     for turn in range(1, 3):
-        assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+        alike(cached, text, **GIVEN)
         assert lookups(cached).requests == turn * 8
         assert sum(lookups(cached).hits.values()) == sum(cached.counts[1:])
 
@@ -630,7 +622,7 @@ def test_rows_of_one_token_are_a_call(cached: PrefixCache) -> None:
     """Nothing of them may be found."""
     text = ids([5], [6], [5])
     for _ in range(2):
-        assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+        alike(cached, text, **GIVEN)
 
 
 @pytest.mark.parametrize(("option", "value"), [

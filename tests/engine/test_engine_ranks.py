@@ -117,12 +117,19 @@ def alike(answers: list[Answer]) -> None:
     assert len({answer.computed for answer in answers}) == 1
 
 
-def same_logits(theirs: Logits, ours: Logits) -> None:
-    assert set(theirs) == set(ours)
+async def as_on_one_rank(crew: Crew, rounds: Rounds) -> list[Answer]:
+    """The four ranks' answers, which are those of one rank, and drawn from the same logits."""
+    outputs, ours = await on_one_rank(rounds)
+    crew.begin(rounds, "talks", timeout=PATIENCE)
+    answers = crew.answers()
+    alike(answers)
+    theirs = crew.logits()
+    assert (answers[0].outputs, set(theirs)) == (outputs, set(ours))
     for before, row in ours.items():
         best = row[0].topk(2).values
         assert best[0] - best[1] > MARGIN, f"a near tie after {len(before)} bytes of tokens: choose another seed"
         assert (theirs[before] - row).abs().max() < LIMIT
+    return answers
 
 
 def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
@@ -145,12 +152,7 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
             rounds.append([(prompt(150, seed=50 + i), 2) for i in range(4)])
     *first, last = rounds
 
-    outputs, logits = await on_one_rank(first)
-    crew.begin(first, "talks", timeout=PATIENCE)
-    answers = crew.answers()
-    alike(answers)
-    assert answers[0].outputs == outputs
-    same_logits(crew.logits(), logits)
+    answers = await as_on_one_rank(crew, first)
     hits = answers[0].hits
     assert all(device > 0 for device, _, _ in hits[2:4])
     assert all(host > 0 for _, host, _ in hits[8:10])
@@ -158,12 +160,7 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
         assert min(answer.moved[name] for name in ("backup_host", "load_back", "put_pages")) > 0
     crew.leave()
 
-    outputs, logits = await on_one_rank([last])
-    crew.begin([last], "talks", timeout=PATIENCE)
-    answers = crew.answers()
-    alike(answers)
-    assert answers[0].outputs == outputs
-    same_logits(crew.logits(), logits)
+    answers = await as_on_one_rank(crew, [last])
     assert all(device == host == 0 and storage > 0 for device, host, storage in answers[0].hits)
     for answer in answers:
         assert answer.moved["get_pages"] > 0

@@ -1,14 +1,16 @@
 """A client of a host process in a process of its own: it stores and reads pages of several sizes until it is killed or
-its seconds are over or it is told to end, and compares every hit. ``host_processes.ClientProcess`` starts it."""
+its seconds are over or it is told to end, and compares every hit; or a stress. ``host_processes`` starts them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from random import Random
+from tempfile import NamedTemporaryFile
 
 from asynccache.storage import RECORD_SCHEMA, PageKey, Result, StoreLayout, open_store
 
@@ -60,7 +62,20 @@ async def run(path: str, seed: int, seconds: float, pause: float, pipe: Connecti
     return counts
 
 
-def main(path: str, seed: int, seconds: float, pause: float, pipe: Connection) -> None:
+def main(pipe: Connection, path: str, seed: int, seconds: float, pause: float) -> None:
     """The process. What it sends at last is what ``run`` returns. Servers that are killed are no news."""
     logging.getLogger("asynccache").addHandler(logging.NullHandler())
     pipe.send(asyncio.run(run(path, seed, seconds, pause, pipe)))
+
+
+def stress(pipe: Connection, url: str, seed: int, *much: str) -> None:
+    """``asynccache stress``, which computes and loads on the server's store, and verifies every hit. ``much``: how
+    much, as its options say it. What it sends at last is its report."""
+    from asynccache.cli.main import main
+
+    pipe.send("ready")
+    with NamedTemporaryFile() as report:
+        status = main(["stress", "--json", report.name, "--quiet", "--rate", "0", *much, "--seed", str(seed),
+                       "--device-tokens", "12288", "--host-tokens", "12288", "--storage", url])  # fmt: skip
+        assert status == 0
+        pipe.send(json.load(report))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import multiprocessing
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -98,17 +96,17 @@ def server_process(
         server.kill()
 
 
-class ClientProcess:
-    """A ``host_child`` that has begun. It is forked from a process that has imported what it needs, which takes a
-    twentieth of the time of a new interpreter."""
+class Forked:
+    """``target`` of ``host_child`` in a process that has begun. It is forked from one that has imported what it needs,
+    which takes a twentieth of the time of a new interpreter."""
 
-    def __init__(self, path: str, seed: int, seconds: float, pause: float = 0.0) -> None:
+    def __init__(self, target: Callable[..., None], *given: Any) -> None:
         context = _forking()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=host_child.main, args=(path, seed, seconds, pause, theirs), daemon=True)
+        self._process = context.Process(target=target, args=(theirs, *given), daemon=True)
         self._process.start()
         theirs.close()
-        assert self._pipe.poll(120), "a client does not begin"
+        assert self._pipe.poll(120), "it does not begin"
         assert self._pipe.recv() == "ready"
 
     @property
@@ -127,18 +125,25 @@ class ClientProcess:
         self._process.join()
         self._pipe.close()
 
-    def end(self) -> None:
-        """Tell it that it is time to end."""
-        self._pipe.send("end")
-
-    def report(self) -> dict[str, int]:
-        """What it says at its end: hits, wrong, corrupt, puts. It waits for that."""
-        assert self._pipe.poll(240), "a client does not come to its end"
-        found: dict[str, int] = self._pipe.recv()
+    def report(self) -> dict[str, Any]:
+        """What it says at its end. It waits for that."""
+        assert self._pipe.poll(240), "it does not come to its end"
+        found: dict[str, Any] = self._pipe.recv()
         self._process.join(60)
         assert self._process.exitcode == 0
         self._pipe.close()
         return found
+
+
+class ClientProcess(Forked):
+    """It reports hits, wrong, corrupt, puts."""
+
+    def __init__(self, path: str, seed: int, seconds: float, pause: float = 0.0) -> None:
+        super().__init__(host_child.main, path, seed, seconds, pause)
+
+    def end(self) -> None:
+        """Tell it that it is time to end."""
+        self._pipe.send("end")
 
 
 @functools.cache
@@ -171,40 +176,6 @@ def memory_use(server: HostProcess, pids: Iterable[int]) -> MemoryUse:
     return MemoryUse(sum(one.get("Pss_Shmem", 0) for one in each), each[0]["Pss_Anon"] + each[0]["Pss_File"])
 
 
-class Stress:
-    """``asynccache stress`` in a process of its own, which computes and loads on the server's store, and verifies every
-    hit. ``much``: how much, as its options say it."""
-
-    def __init__(self, url: str, seed: int, *much: str) -> None:
-        words = ["stress", "--json", "-", "--quiet", "--rate", "0", *much, "--seed", str(seed),
-                 "--device-tokens", "12288", "--host-tokens", "12288", "--storage", url]  # fmt: skip
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would be full, and nobody reads it yet
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "asynccache", *words], stdout=self._said, stderr=self._said)
-        self.pid = self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """Kill it at once."""
-        self._process.kill()
-        self._process.wait()
-        self._said.close()
-
-    def report(self) -> dict[str, Any]:
-        """Its report. It waits for the end."""
-        status = self._process.wait(240)
-        with self._said:
-            self._said.seek(0)
-            said = self._said.read().decode()
-        assert status == 0, said[-5000:]
-        found: dict[str, Any] = json.loads(said[said.index("{") :])
-        return found
-
-
 PAUSE = 0.02
 """Between a client's calls in a crowd, so that two cores are enough for ten processes."""
 
@@ -216,7 +187,7 @@ class Crowd:
 
     def __init__(self, server: HostProcess, seed: int, *much: str, clients: int = 8, stresses: int = 2) -> None:
         self.clients: list[ClientProcess] = []
-        self.stresses: list[Stress] = []
+        self.stresses: list[Forked] = []
         self._server = server
         self._seed = seed
         self._much = much
@@ -228,28 +199,30 @@ class Crowd:
             for number in range(clients):
                 self.clients.append(ClientProcess(self._server.path, self._seed + number, 3600.0, PAUSE))
             for _ in range(stresses):
-                self.stresses.append(Stress(self._server.url, self._seed, *self._much))
+                self.stresses.append(Forked(host_child.stress, self._server.url, self._seed, *self._much))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in (one for one in self.clients if one.alive):
+        for one in self._running:
             one.kill()
-        for other in (other for other in self.stresses if other.alive):
-            other.kill()
 
     @property
     def together(self) -> bool:
         """Whether all of them are alive."""
-        return all(one.alive for one in self.clients) and all(one.alive for one in self.stresses)
+        return len(self._running) == len(self.clients) + len(self.stresses)
 
     @property
     def pids(self) -> list[int]:
         """Of those that are alive."""
-        running: list[ClientProcess | Stress] = [*self.clients, *self.stresses]
-        return [one.pid for one in running if one.alive]
+        return [one.pid for one in self._running]
+
+    @property
+    def _running(self) -> list[Forked]:
+        everybody: list[Forked] = [*self.clients, *self.stresses]
+        return [one for one in everybody if one.alive]
 
     def reports(self) -> tuple[list[dict[str, int]], list[dict[str, Any]]]:
         """What clients and stresses say at their end, to which they are brought now. It waits for that."""

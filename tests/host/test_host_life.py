@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,13 @@ from tests.host.host_kit import client, opened, served, serving, socket_path
 from tests.waiting import until
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
+
+
+async def reserved(channel: Any, keys: Sequence[PageKey]) -> Any:
+    """The places that a client is granted for these pages."""
+    names = [key.key for key in keys]
+    return await channel.ask(
+        lambda number: wire.Reserve(number, names, ["full"] * len(keys), [16384] * len(keys)))
 
 
 async def test_without_a_server_a_store_opens_and_its_calls_fail_at_once() -> None:
@@ -105,8 +113,7 @@ async def test_slots_of_a_lost_connection_wait_for_the_process_or_its_next_conne
     keys = keys_of(3)
     async with served() as (server, backend):
         channel = await backend._connection.ready()
-        answer = await channel.ask(
-            lambda number: wire.Reserve(number, [key.key for key in keys], ["full"] * 3, [16384] * 3))
+        answer = await reserved(channel, keys)
         channel._transport.abort()
         await until(lambda: not server._clients)
         assert len(answer.slots) == 3
@@ -231,17 +238,13 @@ async def test_a_forked_child_has_no_store() -> None:
 async def test_a_slot_is_given_back_by_whom_it_was_granted_to_and_by_no_earlier_call() -> None:
     """A call that is cancelled while its pages are published gives them back; meanwhile another call of its process may
     have been granted the same slot."""
-    keys = [key.key for key in keys_of(2)]
+    keys = keys_of(2)
     async with served() as (server, backend):
         channel = await backend._connection.ready()
-
-        async def reserved(key: bytes) -> Any:
-            return await channel.ask(lambda number: wire.Reserve(number, [key], ["full"], [16384]))
-
-        one, two = await reserved(keys[0]), await reserved(keys[0])
+        one, two = await reserved(channel, keys[:1]), await reserved(channel, keys[:1])
         for granted in (one, two):  # the second one's slot comes free, since the first was faster
             await channel.ask(lambda number: wire.Publish(number, granted.slots, granted.generations))  # noqa: B023
-        three = await reserved(keys[1])
+        three = await reserved(channel, keys[1:])
         assert three.slots == two.slots
         channel.tell(wire.GiveBack(two.slots, two.generations))
         assert (await channel.ask(lambda number: wire.Publish(number, two.slots, two.generations))).codes == bytes([3])
@@ -255,12 +258,12 @@ async def test_a_search_that_was_cancelled_gives_nothing_back() -> None:
     async with served() as (server, backend):
         await put_all(backend, keys)
         channel = await backend._connection.ready()
-        names, pools, sizes = [key.key for key in keys], ["full"] * 3, [16384] * 3
-        search = asyncio.create_task(channel.ask(lambda number: wire.Find(number, names, pools, sizes)))
+        names = [key.key for key in keys]
+        search = asyncio.create_task(channel.ask(lambda number: wire.Find(number, names, ["full"] * 3, [16384] * 3)))
         await asyncio.sleep(0)
         server.table.clear()
         search.cancel()
-        granted = await channel.ask(lambda number: wire.Reserve(number, names, pools, sizes))
+        granted = await reserved(channel, keys)
         await backend.exists(keys)
         assert len(granted.slots) == 3
         assert server.table.reserved_bytes == 3 * 16384
@@ -272,7 +275,7 @@ async def test_a_store_that_is_closed_gives_back_its_slots_though_the_process_ha
         first, second = await client(path), await client(path)
         await second.exists(keys)
         channel = await first._connection.ready()
-        await channel.ask(lambda number: wire.Reserve(number, [key.key for key in keys], ["full"] * 3, [16384] * 3))
+        await reserved(channel, keys)
         assert server.table.reserved_bytes == 3 * 16384
         await first.aclose()
         await until(lambda: server.table.reserved_bytes == 0)

@@ -229,14 +229,12 @@ def test_every_dtype_of_a_pool_is_in_its_keys(tmp_path: Path) -> None:
     """As SGLang's pool of Mamba states has one for convolutions and another, of the same size, for recurrences."""
     pool = mla()
     pool.conv_dtype, pool.temporal_dtype = torch.bfloat16, torch.float16
-    storage = opened({"kv": mha(), "mamba": pool}, file_store(tmp_path))
     state = [PoolTransfer(PoolName.MAMBA, indices(0), keys=KEYS[:1])]
-    assert storage.batch_set_v2(state) == {PoolName.MAMBA: [True]}
-    storage.close()
+    with closing(opened({"kv": mha(), "mamba": pool}, file_store(tmp_path))) as storage:
+        assert storage.batch_set_v2(state) == {PoolName.MAMBA: [True]}
     pool.temporal_dtype = torch.bfloat16
-    storage = opened({"kv": mha(), "mamba": pool}, file_store(tmp_path))
-    assert storage.batch_get_v2(state) == {PoolName.MAMBA: [False]}
-    storage.close()
+    with closing(opened({"kv": mha(), "mamba": pool}, file_store(tmp_path))) as storage:
+        assert storage.batch_get_v2(state) == {PoolName.MAMBA: [False]}
 
 
 def test_what_the_server_was_started_with_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +310,8 @@ def test_sglangs_metrics_get_pages_and_rates(tmp_path: Path) -> None:
 
 
 def test_flipped_bits_are_a_miss(tmp_path: Path) -> None:
-    storage = opened({"kv": mha()}, file_store(tmp_path))
-    assert all(storage.batch_set_v1(KEYS[:6], indices(*range(6))))
-    storage.close()
+    with closing(opened({"kv": mha()}, file_store(tmp_path))) as storage:
+        assert all(storage.batch_set_v1(KEYS[:6], indices(*range(6))))
     segments = [file for file in (tmp_path / "kv").rglob("*") if file.is_file() and file.stat().st_size > 6 * 768]
     assert segments
     for file in segments:

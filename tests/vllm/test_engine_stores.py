@@ -18,6 +18,7 @@ import pytest
 
 from tests.host.host_kit import socket_path
 from tests.host.host_processes import HostProcess, server_process
+from tests.storage.pages_kit import until
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import free_port
 from tests.stores.slow_proxy import SlowProxy
@@ -215,7 +216,7 @@ def redis() -> Iterator[RedisServer]:
 
 def until_it_hits(engine: RunningEngine, number: int, expected: Answer) -> None:
     """Ask until the answer comes from the store, which may need a while to be trusted again. Every answer is right."""
-    until = time.monotonic() + RECOVERS_WITHIN
+    end = time.monotonic() + RECOVERS_WITHIN
     while True:
         engine.generate(prompt(number)).same_as(expected)  # stored, if it was not
         engine.forget()
@@ -223,7 +224,7 @@ def until_it_hits(engine: RunningEngine, number: int, expected: Answer) -> None:
         answer.same_as(expected)
         if answer.cached == WHOLE:
             return
-        assert time.monotonic() < until, f"no hit any more: {engine.log[-2000:]}"
+        assert time.monotonic() < end, f"no hit any more: {engine.log[-2000:]}"
         engine.forget()
 
 
@@ -290,10 +291,7 @@ def test_redis_is_killed_in_the_middle_of_a_load(models: Models, tmp_path: Path,
 
 def kill_in_a_load(redis: RedisServer, before: int) -> None:
     """Stop it when it has answered what there is, and kill it when it has been asked for that."""
-    until = time.monotonic() + 60
-    while asked(redis) == before:
-        assert time.monotonic() < until, "nobody asks"
-        time.sleep(0.005)
+    until(lambda: asked(redis) != before)
     redis.hang()
     time.sleep(3.0)
     redis.kill()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -71,14 +70,6 @@ def page_of(made: Hinting, key: bytes) -> bytes:
     return named_key(sha256(key + made.tier._pages._pool(None).digest).digest(), block_named("", key))
 
 
-def wait_for(made: Hinting, what: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
-        made.step()
-        time.sleep(0.002)
-
-
 def where(server: HostServer, made: Hinting, keys: list[Any]) -> list[bool]:
     """Which chunks are in the server's memory."""
     return [page_of(made, key) in server.table.index for key in keys]
@@ -92,7 +83,7 @@ def test_chunks_of_a_conversation_that_has_ended_go_first_and_those_that_others_
         made.reset()
         assert made.turn(two) == 3
         assert made.turn(one[:7] + keys_of(2, "on"), hints(("kv.end", {}))) == 7
-        wait_for(made, lambda: server.table.counts["ended"] == 6)
+        made.step_until(lambda: server.table.counts["ended"] == 6)
         order = list(server.table.index)[:6]
         assert all(where(server, made, one + keys_of(2, "on")))
         assert order == [page_of(made, key) for key in (one[3:] + keys_of(2, "on"))[::-1]]
@@ -102,7 +93,7 @@ def test_what_is_kept_is_there_when_all_others_have_gone_and_start_and_end_are_t
     with playing() as (server, made):
         kept = keys_of(8, "kept")
         made.turn(kept, hints(("kv.retain", {"duration": 600, "end": 5 * TOKENS})))
-        wait_for(made, lambda: server.table.counts["kept"] == 5)
+        made.step_until(lambda: server.table.counts["kept"] == 5)
         at = 0
         while server.table.counts["evicted"] < 200:
             made.turn(keys_of(8, f"more {at}"))
@@ -110,8 +101,8 @@ def test_what_is_kept_is_there_when_all_others_have_gone_and_start_and_end_are_t
         assert where(server, made, kept) == [True] * 5 + [False] * 3
         ended = keys_of(8, "ended")
         made.turn(ended, hints(("kv.end", {"start": 6 * TOKENS})))
-        wait_for(made, lambda: server.table.counts["ended"] == 2)
-        wait_for(made, lambda: made.heard()[f"{HINTED}:('hit',)"] == 7)
+        made.step_until(lambda: server.table.counts["ended"] == 2)
+        made.step_until(lambda: made.heard()[f"{HINTED}:('hit',)"] == 7)
         assert made.turn(kept) == 5
 
 
@@ -122,13 +113,13 @@ def test_a_prefetch_has_the_chunks_in_memory_before_the_request_is_scheduled(tmp
         made.reset()
         behind = server.behind
         assert behind is not None
-        wait_for(made, lambda: behind.counts().get("file.written") == 6)
+        made.step_until(lambda: behind.counts().get("file.written") == 6)
         server.table.clear()
         named = [bytes(key[:-4]).hex() for key in keys]
         request = made.request([], hints(("kv.prefetch", {"block_hashes": named})))
-        wait_for(made, lambda: where(server, made, keys) == [True] * 6)
+        made.step_until(lambda: where(server, made, keys) == [True] * 6)
         made.step()
-        wait_for(made, lambda: all(made.tier._lookups.ask(key, "r", 0.0).value == "hit" for key in keys))
+        made.step_until(lambda: all(made.tier._lookups.ask(key, "r", 0.0).value == "hit" for key in keys))
         made.manager.on_request_finished(request)
         server.table.clear()
         assert made.turn(keys, hints(("kv.prefetch", {}))) == 6

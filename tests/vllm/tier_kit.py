@@ -9,7 +9,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -128,13 +128,17 @@ class Scheduler:
             self.manager.complete_store(output.keys_to_store, request)
         return True
 
-    def settle(self, seconds: float = 5.0) -> None:
-        """Make steps until vLLM's manager has no job left."""
+    def step_until(self, there: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Make steps until ``there()`` is true."""
         end = time.monotonic() + seconds
-        while self.manager.has_pending_work():
-            assert time.monotonic() < end, f"{len(self.manager._jobs)} jobs are left"
+        while not there():
+            assert time.monotonic() < end, f"it does not happen; {len(self.manager._jobs)} jobs are left"
             self.step()
             time.sleep(0.001)
+
+    def settle(self, seconds: float = 5.0) -> None:
+        """Make steps until vLLM's manager has no job left."""
+        self.step_until(lambda: not self.manager.has_pending_work(), seconds)
 
     def prefix(self, keys: Sequence[Any], request: ReqContext, seconds: float = 10.0) -> int:
         """How many of ``keys``, from the first, can be loaded. Makes steps until vLLM's connector would know."""
