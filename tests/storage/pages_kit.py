@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.segments import segment_name
@@ -34,6 +34,8 @@ from asynccache.storage import (
 from asynccache.testing.backend_suite import LAYOUT, aligned, content
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
+
+_T = TypeVar("_T")
 
 SIZE = 4096
 SLOTS = 8
@@ -127,13 +129,13 @@ class Misbehaving(WrappedBackend):
     def closed(self) -> int:
         return self.began.count("aclose")
 
-    async def exists(self, keys: Sequence[PageKey]) -> Any:
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         return await self._suffer("exists", (), lambda: self.inner.exists(keys))
 
-    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> Any:
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         return await self._suffer("get", records, lambda: self.inner.get(keys, records))
 
-    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> Any:
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         return await self._suffer("put", records, lambda: self.inner.put(keys, records))
 
     async def clear(self) -> None:
@@ -145,7 +147,7 @@ class Misbehaving(WrappedBackend):
     async def aclose(self) -> None:
         await self._suffer("aclose", (), self.inner.aclose)
 
-    async def _suffer(self, call: str, records: Sequence[Record], act: Callable[[], Awaitable[Any]]) -> Any:
+    async def _suffer(self, call: str, records: Sequence[Record], act: Callable[[], Awaitable[_T]]) -> _T:
         self.began.append(call)
         self.now[call] += 1
         self.most = max(self.most, self.now.total())
@@ -155,7 +157,7 @@ class Misbehaving(WrappedBackend):
         finally:
             self.now[call] -= 1
 
-    async def _act(self, how: str | float, records: Sequence[Record], act: Callable[[], Awaitable[Any]]) -> Any:
+    async def _act(self, how: str | float, records: Sequence[Record], act: Callable[[], Awaitable[_T]]) -> _T:
         if isinstance(how, float):
             await asyncio.sleep(how)
         if how == "is unavailable":
@@ -176,7 +178,9 @@ class Misbehaving(WrappedBackend):
         if how == "cancels itself":
             raise asyncio.CancelledError
         if how == "answers too little":
-            return (await act())[1:]
+            answers: Any = await act()
+            fewer: _T = answers[1:]
+            return fewer
         if how == "hangs":
             await asyncio.Event().wait()
         if how == "is stuck":

@@ -214,43 +214,6 @@ async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
         assert await connection.ask(stored(record)) == [b"OK"]
 
 
-@pytest.mark.parametrize("turns", [1, 2, 5])
-async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
-    """The peer goes on sending the page; what the caller does with its memory from then on is its own."""
-    cancelled = asyncio.Event()
-    gone = asyncio.Event()
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(100)
-        writer.write(b"$%d\r\n" % (64 + (4 << 20)) + b"\xff" * (1 << 20))
-        await cancelled.wait()
-        try:
-            for _ in range(100):
-                writer.write(b"\xff" * (1 << 16))
-                await writer.drain()
-                await asyncio.sleep(0)
-        finally:
-            gone.set()
-
-    record = blank(4 << 20)
-    async with connected(script) as connection:
-        task = asyncio.create_task(connection.ask(fetching(record)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await until(lambda: turns < 5 or any(record.header))
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert connection.link.closed
-        record.header[:], record.payload[:] = bytes(64), bytes(4 << 20)
-        cancelled.set()
-        await gone.wait()
-        assert not any(record.header)
-        assert bytes(record.payload) == bytes(4 << 20)
-    del task
-    assert is_free(record)
-
-
 async def test_a_cancelled_put_sends_nothing_more() -> None:
     """What has not left by then is never sent: the peer sees the page's first bytes, as they were, and the end."""
     seen = bytearray()
