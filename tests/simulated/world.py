@@ -31,6 +31,7 @@ from msgspec import structs
 from asynccache import AsyncCache, BatchFailed, CacheFull, ConfigError, CopyFailed, LoadFailed, PrefetchHandle
 from asynccache.config import EVICTION_POLICIES, POOL_NAME, CacheConfig
 from asynccache.core import audit
+from asynccache.core.cache import CacheCore
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.runtime.lease import Lease
@@ -220,6 +221,14 @@ def played(seed: int, leads: bool, world: Callable[[SimulatedLoop], Any], step_l
     return report
 
 
+def check_idle(core: CacheCore) -> None:
+    """Nothing is held, and nothing in flight."""
+    audit.check(core, idle=not core.world.ledger.ops)
+    check_books(core)
+    assert not core.active_leases()
+    assert not core.active_fetches()
+
+
 class Crowd:
     """Those who use the cache of a world. ``said``: texts that were served, which others begin like; ``guest``: a store
     that comes and goes."""
@@ -272,12 +281,7 @@ class Crowd:
         raise error
 
     def check_idle(self) -> None:
-        """Nothing is held, and nothing in flight."""
-        core = self.cache.core
-        audit.check(core, idle=not core.world.ledger.ops)
-        check_books(core)
-        assert not core.active_leases()
-        assert not core.active_fetches()
+        check_idle(self.cache.core)
 
     async def disturb(self) -> None:
         """Make other calls that a cache must take at any time."""
