@@ -117,14 +117,14 @@ class EngineBytes:
 
     def verify(self, task: Task) -> None:
         """Check everything that an engine reads which goes on at ``task.cached``."""
-        whole, start = task.cached // self._page, max(0, task.cached - self._window) // self._page
+        whole, low = task.cached // self._page, max(0, task.cached - self._window) // self._page
         for name, spec in self._pools.items():
             if spec.component is ComponentKind.MAMBA:
                 if task.state >= 0:
                     self._check(name, task.state, self._content(task, whole - 1), "state")
                 continue
             table = task.tables[POOL_NAME[spec.component]]
-            for i in range(start if spec.component is ComponentKind.SWA else 0, whole):
+            for i in range(low if spec.component is ComponentKind.SWA else 0, whole):
                 self._check(name, table[i], self._content(task, i), f"page {i}")
 
     def write(self, task: Task) -> None:
