@@ -42,7 +42,7 @@ from tests.simulated.drawn import settings as settings
 from tests.simulated.drawn import text as text
 from tests.simulated.links import SimulatedGroup, SimulatedWorker
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.simulated.world import CANNOT, BadBytes, EngineBytes, Task, WrongBytes, task_for, task_of
+from tests.simulated.world import CANNOT, BadBytes, EngineBytes, Task, WrongBytes, check_idle, task_for, task_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -441,11 +441,7 @@ class GroupWorld:
             pass
 
     def idle(self) -> None:
-        """Return when nothing is held and nothing in flight."""
-        core = self.cache.core
-        audit.check(core, idle=not core.world.ledger.ops)
-        assert not core.active_leases()
-        assert not core.active_fetches()
+        check_idle(self.cache.core)
 
 
 def servers(world: GroupWorld) -> list[Any]:

@@ -31,6 +31,7 @@ from msgspec import structs
 from asynccache import AsyncCache, BatchFailed, CacheFull, ConfigError, CopyFailed, LoadFailed, PrefetchHandle
 from asynccache.config import EVICTION_POLICIES, POOL_NAME, CacheConfig
 from asynccache.core import audit
+from asynccache.core.cache import CacheCore
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.runtime.lease import Lease
@@ -116,14 +117,14 @@ class EngineBytes:
 
     def verify(self, task: Task) -> None:
         """Check everything that an engine reads which goes on at ``task.cached``."""
-        whole, start = task.cached // self._page, max(0, task.cached - self._window) // self._page
+        whole, low = task.cached // self._page, max(0, task.cached - self._window) // self._page
         for name, spec in self._pools.items():
             if spec.component is ComponentKind.MAMBA:
                 if task.state >= 0:
                     self._check(name, task.state, self._content(task, whole - 1), "state")
                 continue
             table = task.tables[POOL_NAME[spec.component]]
-            for i in range(start if spec.component is ComponentKind.SWA else 0, whole):
+            for i in range(low if spec.component is ComponentKind.SWA else 0, whole):
                 self._check(name, table[i], self._content(task, i), f"page {i}")
 
     def write(self, task: Task) -> None:
@@ -220,6 +221,14 @@ def played(seed: int, leads: bool, world: Callable[[SimulatedLoop], Any], step_l
     return report
 
 
+def check_idle(core: CacheCore) -> None:
+    """Nothing is held, and nothing in flight."""
+    audit.check(core, idle=not core.world.ledger.ops)
+    check_books(core)
+    assert not core.active_leases()
+    assert not core.active_fetches()
+
+
 class Crowd:
     """Those who use the cache of a world. ``said``: texts that were served, which others begin like; ``guest``: a store
     that comes and goes."""
@@ -272,12 +281,7 @@ class Crowd:
         raise error
 
     def check_idle(self) -> None:
-        """Nothing is held, and nothing in flight."""
-        core = self.cache.core
-        audit.check(core, idle=not core.world.ledger.ops)
-        check_books(core)
-        assert not core.active_leases()
-        assert not core.active_fetches()
+        check_idle(self.cache.core)
 
     async def disturb(self) -> None:
         """Make other calls that a cache must take at any time."""
