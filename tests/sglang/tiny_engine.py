@@ -250,13 +250,16 @@ class Tiny:
 
     def drain(self) -> None:
         """Return when everything that was published has gone to L2 and, as far as it can, to L3."""
+        self._until(lambda: not (self.cache.ongoing_write_through or self.cache.ongoing_backup))
+
+    def _until(self, ended: Callable[[], bool]) -> None:
+        """Handle the controller's events until ``ended()``."""
         end = time.monotonic() + PATIENCE
-        while True:
-            self.cache.check_hicache_events()
-            if not (self.cache.ongoing_write_through or self.cache.ongoing_backup):
-                return
-            assert time.monotonic() < end, "the backup does not end"
+        self.cache.check_hicache_events()
+        while not ended():
+            assert time.monotonic() < end, "a backup or a prefetch does not end"
             time.sleep(0.002)
+            self.cache.check_hicache_events()
 
     def close(self) -> None:
         self.cache.shutdown()
@@ -267,11 +270,7 @@ class Tiny:
         self.cache.prefetch_from_storage(
             handle, node, array("q", tokens[have:]), last_hash, matched_prefix_tokens=array("q", tokens[:have])
         )
-        end = time.monotonic() + PATIENCE
-        while not self.cache.check_prefetch_progress(handle):
-            self.cache.check_hicache_events()
-            assert time.monotonic() < end, "the prefetch does not end"
-            time.sleep(0.002)
+        self._until(lambda: self.cache.check_prefetch_progress(handle))
 
     def _load(self, tokens: Sequence[int]) -> int:
         match = self._match(tokens)
