@@ -76,7 +76,7 @@ class PageRun(NamedTuple):
     """The position of the first page in its sequence, in pages; for messages."""
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """The result of a comparison."""
 
     pages: int
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
     """The first few wrong pages, described."""
 
 
-NOTHING = Verdict(0, 0)
+NOTHING = Comparison(0, 0)
 
 
 class BegunBatch(NamedTuple):
@@ -95,7 +95,7 @@ class BegunBatch(NamedTuple):
 
     work: object
     """What the cache is to be told: the event that fires when the batch has ended, or the batch's number."""
-    verdict: Callable[[], Coroutine[Any, Any, Verdict]]
+    verdict: Callable[[], Coroutine[Any, Any, Comparison]]
     """Returns the result when the batch has ended; cancelling it leaves the batch running."""
 
 
@@ -151,10 +151,10 @@ class StandInEngine:
         future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
         return BegunBatch(event, lambda: _result(future))
 
-    def submit(self, batch: Callable[[], Verdict]) -> tuple[Future[Verdict], Event]:
+    def submit(self, batch: Callable[[], Comparison]) -> tuple[Future[Comparison], Event]:
         """Queue ``batch``. Returns its future and an event that fires when the batch has ended, failed, or been dropped
         before it began: from then on no thread touches its pages."""
-        def timed() -> Verdict:
+        def timed() -> Comparison:
             cpu, queued = time.thread_time(), run_delay()
             try:
                 return batch()
@@ -166,7 +166,7 @@ class StandInEngine:
         future.add_done_callback(lambda _: gate.open())
         return future, gate
 
-    def perform(self, pieces: Sequence[PageRun], *, verifies: bool) -> Verdict:
+    def perform(self, pieces: Sequence[PageRun], *, verifies: bool) -> Comparison:
         """Verify or fill these pages, in every pool of their components. Blocking."""
         if verifies:
             return self.verify(pieces)
@@ -179,7 +179,7 @@ class StandInEngine:
             for pool in self._pools[piece.component]:
                 pool.write(piece)
 
-    def verify(self, pieces: Sequence[PageRun]) -> Verdict:
+    def verify(self, pieces: Sequence[PageRun]) -> Comparison:
         """Compare the pages of ``pieces`` with what they must hold. Blocking."""
         pages, what, wrong = 0, list[str](), 0
         for piece in pieces:
@@ -187,10 +187,10 @@ class StandInEngine:
                 found = pool.verify(piece)
                 pages, wrong = pages + len(piece.ids), wrong + len(found)
                 what += found[:3]
-        return Verdict(pages, wrong, tuple(what))
+        return Comparison(pages, wrong, tuple(what))
 
 
-async def _result(future: Future[Verdict]) -> Verdict:
+async def _result(future: Future[Comparison]) -> Comparison:
     return await asyncio.wrap_future(future)
 
 

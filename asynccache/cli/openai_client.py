@@ -34,7 +34,7 @@ class EngineError(AsyncCacheError):
         """The status of the server's answer; 0: there was none."""
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     """A server's answer to a prompt: its tokens as texts, for each of them its log-probability and those of the
     likeliest tokens, the whole text, and how many tokens the prompt had, how many of them were cached, and, where the
     server says so, in which tiers."""
@@ -67,7 +67,7 @@ class Client:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._key = key
 
-    async def complete(self, model: str, prompt: str | list[int], new: int, salt: str | None) -> Answer:
+    async def complete(self, model: str, prompt: str | list[int], new: int, salt: str | None) -> Completion:
         """Let the server go on with ``prompt`` by at most ``new`` tokens, the likeliest ones. ``salt``: the namespace
         in the server's cache.
 
@@ -81,9 +81,11 @@ class Client:
             told = choice["logprobs"]
             details = usage.get("prompt_tokens_details") or {}
             top = [{str(token): float(value) for token, value in one.items()} for one in told["top_logprobs"]]
-            return Answer([str(token) for token in told["tokens"]], [float(value) for value in told["token_logprobs"]],
-                          top, str(choice["text"]), int(usage["prompt_tokens"]), int(details.get("cached_tokens") or 0),
-                          {str(tier): int(n) for tier, n in (details.get("cached_tokens_by_tier") or {}).items()})
+            return Completion(
+                [str(token) for token in told["tokens"]], [float(value) for value in told["token_logprobs"]], top,
+                str(choice["text"]), int(usage["prompt_tokens"]), int(details.get("cached_tokens") or 0),
+                {str(tier): int(n) for tier, n in (details.get("cached_tokens_by_tier") or {}).items()},
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             shown = json.dumps(found)
             raise EngineError(f"{self.url}/v1/completions answers without log-probabilities or usage, as OpenAI's API "
@@ -173,7 +175,7 @@ class Difference(NamedTuple):
     token: int | None
 
 
-def apart(one: Answer, other: Answer, allowed: float = math.inf) -> Difference:
+def apart(one: Completion, other: Completion, allowed: float = math.inf) -> Difference:
     """Compare two answers to the same prompt, up to the first token that differs: after it they go on from different
     texts. How far they are apart at a token is the largest difference of a likely token's log-probability, and where
     the tokens differ, too, by how much ``one`` preferred its own: two tokens that are equally likely may change places.

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from asynccache.cli.engine import PageRun, StandInEngine, Verdict, device_faults, faulty_stores, make_device
+from asynccache.cli.engine import Comparison, PageRun, StandInEngine, device_faults, faulty_stores, make_device
 from asynccache.cli.meter import Meter, peak_rss
 from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.config import CacheConfig, Component, Mamba, Sidecar
@@ -64,7 +64,7 @@ async def run(duty: Duty) -> dict[str, Any]:
     seed = settings.seed + 1000 * duty.rank  # faults are to differ by rank
     meter.start()
 
-    def verified(batch: EngineBatch, done: Future[Verdict]) -> None:
+    def verified(batch: EngineBatch, done: Future[Comparison]) -> None:
         """End a batch that has been verified. Called in the engine's thread."""
         if (error := done.exception()) is not None:
             batch.fail(f"verifying failed: {error!r}")
@@ -121,15 +121,15 @@ def unpacked(payload: bytes) -> tuple[bool, list[PageRun]]:
                       for kind, ids, values, first in parts]
 
 
-def complaint(verdict: Verdict) -> str:
+def complaint(verdict: Comparison) -> str:
     """Return the text with which a rank reports wrong pages."""
     return msgspec.json.encode(verdict._replace(what=verdict.what[:2])).decode()
 
 
-def understood(rank: int, reason: str) -> Verdict | None:
+def understood(rank: int, reason: str) -> Comparison | None:
     """Return the verdict of a ``complaint`` that ``rank`` has sent; None if ``reason`` is no complaint about pages."""
     try:
-        found = msgspec.json.decode(reason, type=Verdict)
+        found = msgspec.json.decode(reason, type=Comparison)
     except msgspec.MsgspecError:
         return None
     return found._replace(pages=0, what=(f"rank {rank}: {'; '.join(found.what)}",))

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from asynccache import AsyncCache
 from asynccache.cli import report
-from asynccache.cli.engine import BegunBatch, PageRun, Verdict
+from asynccache.cli.engine import BegunBatch, Comparison, PageRun
 from asynccache.cli.options import RunSettings
 from asynccache.cli.rank import Duty, packed, shard_config, store_url, understood
 from asynccache.cli.report import Tally
@@ -65,7 +65,7 @@ class RankedEngine:
         count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces) if verifies else 0
         return BegunBatch(number, lambda: self._verdict(number, count))
 
-    async def _verdict(self, number: int, count: int) -> Verdict:
+    async def _verdict(self, number: int, count: int) -> Comparison:
         try:
             await self._cache.batch_ended(number)
         except BatchFailed as error:
@@ -73,8 +73,8 @@ class RankedEngine:
             wrong = [one for one in found if one is not None]
             if len(wrong) < len(found):
                 raise
-            return Verdict(count, sum(one.wrong for one in wrong), tuple(what for one in wrong for what in one.what))
-        return Verdict(count, 0)
+            return Comparison(count, sum(one.wrong for one in wrong), tuple(what for one in wrong for what in one.what))
+        return Comparison(count, 0)
 
 
 class Member:

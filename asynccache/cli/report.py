@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from asynccache import compiled
-from asynccache.cli.engine import Verdict
+from asynccache.cli.engine import Comparison
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
 from asynccache.cli.output import HIT_RATIO
@@ -98,7 +98,7 @@ class Tally:
         ``cached`` of its tokens came from the cache (``hits``: from device, host and storage) after ``wait`` seconds.
         The time for the others is modelled: ``rate`` tokens a second, times the ``slowdown`` by other work of the
         machine. The time without the cache has the same slowdown, because it would be the same machine. What it would
-        wait in line is known to a ``Line`` when the request has ended.
+        wait in line is known to an ``UncachedEngine`` when the request has ended.
         """
         self.tokens += request.length
         self.device += hits[0]
@@ -112,7 +112,7 @@ class Tally:
         self.first_token.append(wait + (request.length - cached) / rate * slowdown)
         return request.length / rate * slowdown
 
-    def verdict(self, request: RunRequest, verdict: Verdict) -> None:
+    def verdict(self, request: RunRequest, verdict: Comparison) -> None:
         """Count pages of a request that were read back; wrong ones make a problem."""
         self.verified += verdict.pages
         if verdict.wrong:
@@ -130,7 +130,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Placed:
-    """A request in the ``Line``: it came at second ``at``, for room for ``tokens``."""
+    """A request in the ``UncachedEngine``: it came at second ``at``, for room for ``tokens``."""
 
     at: float
     tokens: int
@@ -140,7 +140,7 @@ class Placed:
     """The seconds in which the prompt would be computed; None: it never was."""
 
 
-class Line:
+class UncachedEngine:
     """The line before the same engine without a cache, so that waiting counts on both sides.
 
     That engine has as much room on its device (``room`` tokens). Requests come to it when they came to the cache, first

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.engine import NOTHING, Engine, PageRun, Values, Verdict, page_values
+from asynccache.cli.engine import NOTHING, Comparison, Engine, PageRun, Values, page_values
 from asynccache.cli.options import RunSettings
-from asynccache.cli.report import Line, Tally
+from asynccache.cli.report import Tally, UncachedEngine
 from asynccache.cli.workloads import RunRequest, Source, Tokens
 from asynccache.config import Full
 from asynccache.core.settings import ComponentKind
@@ -72,7 +72,7 @@ class Server:
         self._tally = tally
         full = cache.config.components[0]
         assert isinstance(full, Full)
-        self._line = Line(tally, full.device_tokens)
+        self._line = UncachedEngine(tally, full.device_tokens)
         self._turn = asyncio.Lock() if settings.command == "replay" else None
 
     async def serve(self, request: RunRequest, places: AbstractAsyncContextManager[object] | None = None) -> None:
@@ -202,7 +202,7 @@ class _Leased:
         value = self._text.values[last - 1 : last]
         return [PageRun(ComponentKind.MAMBA, self._lease.states[i : i + 1], value, last - 1) for i in range(slots)]
 
-    async def verified(self, pieces: Sequence[PageRun]) -> Verdict:
+    async def verified(self, pieces: Sequence[PageRun]) -> Comparison:
         """Compare these pages with what they must hold. Cancelling leaves the batch running; ``latest`` ends with
         it."""
         if not any(len(piece.ids) for piece in pieces):

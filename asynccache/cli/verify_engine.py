@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-from asynccache.cli.openai_client import Answer, Client, EngineError, apart
+from asynccache.cli.openai_client import Client, Completion, EngineError, apart
 from asynccache.cli.options import MOST, CommandOptions, Concurrency, Json, NotNegative, Rate, option
 from asynccache.cli.output import Tell, answer, number, progress
 from asynccache.errors import ConfigError
@@ -104,7 +104,7 @@ class Probe:
     """Where the prompt ends."""
     together: bool
     """Whether the prompt is sent with others."""
-    cold: Answer | None = None
+    cold: Completion | None = None
     steady: bool = True
     """Whether two cold runs agreed."""
 
@@ -275,7 +275,7 @@ class Verification:
 
     # answers
 
-    async def _ask(self, probe: Probe, *, cold: bool = False) -> Answer:
+    async def _ask(self, probe: Probe, *, cold: bool = False) -> Completion:
         salt = secrets.token_hex(8) if cold and self.salts else None
         return await self.client.complete(probe.model, probe.prompt, self.options.new_tokens, salt)
 
@@ -314,7 +314,7 @@ class Verification:
         await self._each(f"{tier.tier}, together", [probe for probe in steady if probe.together], one,
                          self.options.at_once)  # fmt: skip
 
-    async def _check(self, tier: Tier, probe: Probe, said: Answer) -> None:
+    async def _check(self, tier: Tier, probe: Probe, said: Completion) -> None:
         assert probe.cold is not None
         tier.prompts += 1
         tier.prompts_hit += said.cached >= self._hit
@@ -440,11 +440,11 @@ class Verification:
                                   f"is that the KV of another model or adapter (or an old --seed)?")  # fmt: skip
 
 
-def _at(said: Answer, token: int) -> str | None:
+def _at(said: Completion, token: int) -> str | None:
     return said.tokens[token] if token < len(said.tokens) else None
 
 
-def _furthest(cold: Answer, said: Answer, token: int) -> dict[str, Any] | None:
+def _furthest(cold: Completion, said: Completion, token: int) -> dict[str, Any] | None:
     """The likely token whose log-probability differs most at a place of two answers; None: there is none in both."""
     if token >= min(len(cold.top), len(said.top)):
         return None

@@ -199,8 +199,8 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
             _require(node.state[place] == PRESENT, node, "place", place, "waits in an order and is not there")
             _require(found == world.eviction_order(node, place), node, "place", place, "waits in the wrong order")
             queue = part.queue
-            _require(part in queue.slices, node, "place", place, "waits in a slice that was taken apart")
-            _require(part.nodes.count(node) == 1, node, "place", place, "waits in another slice than it says")
+            _require(part in queue.chunks, node, "place", place, "waits in a chunk that was taken apart")
+            _require(part.nodes.count(node) == 1, node, "place", place, "waits in another chunk than it says")
             stamp, waits_by = node.stamp[place % world.count], part.stamps[part.nodes.index(node)]
             _require(waits_by <= stamp, node, "place", place, "waits by a later stamp than its own")
             if waits_by == stamp:
@@ -209,9 +209,9 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
     for place, shelf in enumerate(world.shelves):
         for order in shelf.orders:
             for queue in (order.first, *order.rest):
-                stamps = [stamp for part in queue.slices for stamp in part.stamps]
+                stamps = [stamp for part in queue.chunks for stamp in part.stamps]
                 _require(stamps == sorted(stamps), "place", place, "a queue is out of order", stamps)
-                _require(all(part.nodes for part in queue.slices), "place", place, "a queue has an empty slice")
+                _require(all(part.nodes for part in queue.chunks), "place", place, "a queue has an empty chunk")
 
 
 def _operations_cover_live_nodes(core: CacheCore) -> None:

@@ -79,7 +79,7 @@ def last_touch(node: Node, c: int) -> int:
     return stamp if stamp >= 0 else stamp - (_IDLE if stamp >= _IDLE else _ENDED)
 
 
-class Slice:
+class Chunk:
     """A run of neighbouring cells of a queue, the coldest first."""
 
     __slots__ = ("nodes", "queue", "stamps")
@@ -91,52 +91,52 @@ class Slice:
         self.nodes: list[Node] = []
 
 
-def _coldest_of(part: Slice) -> int:
+def _coldest_of(part: Chunk) -> int:
     return part.stamps[0]
 
 
 class Queue:
-    """Cells of one place, sorted by the stamps with which they came, the coldest first, in slices of a few dozen.
+    """Cells of one place, sorted by the stamps with which they came, the coldest first, in chunks of a few dozen.
 
     ``changed`` is set whenever another cell has become the oldest or the newest one. A policy may clear it and keep in
     ``note`` what it worked out about the two.
     """
 
-    __slots__ = ("_place", "changed", "note", "order", "slices")
+    __slots__ = ("_place", "changed", "chunks", "note", "order")
 
     def __init__(self, place: int, order: Order) -> None:
         self._place = place
         self.order = order
-        self.slices: list[Slice] = []
+        self.chunks: list[Chunk] = []
         self.changed = True
         self.note: Any = None
 
     def oldest(self) -> Node:
-        """Return the coldest cell's node. To be called only if there are ``slices``."""
-        return self.slices[0].nodes[0]
+        """Return the coldest cell's node. To be called only if there are ``chunks``."""
+        return self.chunks[0].nodes[0]
 
     def newest(self) -> Node:
-        """Return the node of the cell that was used last. To be called only if there are ``slices``."""
-        return self.slices[-1].nodes[-1]
+        """Return the node of the cell that was used last. To be called only if there are ``chunks``."""
+        return self.chunks[-1].nodes[-1]
 
     def put(self, stamp: int, node: Node) -> None:
         """Have ``node``'s cell, which waits nowhere yet, wait here by ``stamp``. Of equally cold cells the deeper one
         goes first."""
-        slices = self.slices
-        if not slices:
-            slices.append(Slice(self))
-        part = slices[-1]
+        chunks = self.chunks
+        if not chunks:
+            chunks.append(Chunk(self))
+        part = chunks[-1]
         stamps = part.stamps
         if not stamps or stamp > stamps[-1]:
             if len(stamps) >= _SLICE:
-                part = Slice(self)
-                slices.append(part)
+                part = Chunk(self)
+                chunks.append(part)
             part.stamps.append(stamp)
             part.nodes.append(node)
             self.changed = self.order.changed = True
             node.entry[self._place] = part
             return
-        part = slices[max(0, bisect_right(slices, stamp, key=_coldest_of) - 1)]
+        part = chunks[max(0, bisect_right(chunks, stamp, key=_coldest_of) - 1)]
         stamps, nodes = part.stamps, part.nodes
         at = bisect_left(stamps, stamp)
         while at < len(stamps) and stamps[at] == stamp and nodes[at].end > node.end:
@@ -147,10 +147,10 @@ class Queue:
         if not at or at == len(nodes) - 1:
             self.changed = self.order.changed = True
         if len(nodes) > 2 * _SLICE:
-            upper = Slice(self)
+            upper = Chunk(self)
             upper.stamps, part.stamps = stamps[_SLICE:], stamps[:_SLICE]
             upper.nodes, part.nodes = nodes[_SLICE:], nodes[:_SLICE]
-            slices.insert(slices.index(part) + 1, upper)
+            chunks.insert(chunks.index(part) + 1, upper)
             for moved in upper.nodes:
                 moved.entry[self._place] = upper
 
@@ -190,13 +190,13 @@ def take(node: Node, place: int) -> int:
     return stamp
 
 
-def _drop(part: Slice, at: int) -> bool:
+def _drop(part: Chunk, at: int) -> bool:
     """Take cell ``at`` out of ``part``. Return True if its queue may have another oldest or newest cell now."""
     queue, nodes = part.queue, part.nodes
     del part.stamps[at], nodes[at]
     if not nodes:
-        slices = queue.slices
-        del slices[0 if slices[0] is part else slices.index(part)]
+        chunks = queue.chunks
+        del chunks[0 if chunks[0] is part else chunks.index(part)]
     elif at and at != len(nodes):
         return False
     queue.changed = True
@@ -223,12 +223,12 @@ class Order:
 
     def is_empty(self) -> bool:
         """Return True if no cell waits here."""
-        return not self.first.slices and not any(queue.slices for queue in self.rest)
+        return not self.first.chunks and not any(queue.chunks for queue in self.rest)
 
     def entries(self) -> list[tuple[int, Node]]:
         """Return every cell that waits, with the stamp by which it waits, for the audit."""
         return [
-            pair for queue in (self.first, *self.rest) for part in queue.slices
+            pair for queue in (self.first, *self.rest) for part in queue.chunks
             for pair in zip(part.stamps, part.nodes, strict=True)
         ]  # fmt: skip
 
@@ -350,4 +350,4 @@ class Lru(EvictionPolicy):
 
     def choose(self, order: Order, now: int) -> Node | None:
         queue = order.rest[0]
-        return queue.oldest() if queue.slices else None
+        return queue.oldest() if queue.chunks else None

@@ -601,17 +601,17 @@ class P2c(EvictionPolicy):
     def choose(self, order: Order, now: int) -> Node | None:
         lead: _Lead | None = order.note
         if lead is not None and not order.changed and lead.version == self._version:
-            slices, ends = lead.queue.slices, lead.ends
-            if slices:
+            chunks, ends = lead.queue.chunks, lead.ends
+            if chunks:
                 if ends is None:
-                    if slices[0].stamps[0] < lead.until:
-                        return slices[0].nodes[0]
+                    if chunks[0].stamps[0] < lead.until:
+                        return chunks[0].nodes[0]
                 elif now < lead.until:
                     if not ends.newest:
-                        if slices[0].stamps[0] <= now - _EDGES[ends.bin]:
-                            return slices[0].nodes[0]
-                    elif slices[-1].stamps[-1] > now - _ENDS[ends.bin]:
-                        return slices[-1].nodes[-1]
+                        if chunks[0].stamps[0] <= now - _EDGES[ends.bin]:
+                            return chunks[0].nodes[0]
+                    elif chunks[-1].stamps[-1] > now - _ENDS[ends.bin]:
+                        return chunks[-1].nodes[-1]
         return self._compare(order, now) if self.duel.leads else self._oldest(order)
 
     def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
@@ -628,8 +628,8 @@ class P2c(EvictionPolicy):
         best: Queue | None = None
         least = second = _NEVER
         for queue in order.rest:
-            if queue.slices:
-                stamp = queue.slices[0].stamps[0]
+            if queue.chunks:
+                stamp = queue.chunks[0].stamps[0]
                 if best is None or stamp < least:
                     best, least, second = queue, stamp, least
                 elif stamp < second:
@@ -647,7 +647,7 @@ class P2c(EvictionPolicy):
         version, kind, until, second = self._version, -1, _NEVER, inf
         for queue in order.rest:
             kind += 1
-            if not queue.slices:
+            if not queue.chunks:
                 continue
             ends: _Ends | None = queue.note
             if ends is None or queue.changed or ends.version != version or now >= ends.until:
@@ -666,8 +666,8 @@ class P2c(EvictionPolicy):
         return best.newest() if found.newest else best.oldest()
 
     def _look(self, queue: Queue, worth: Sequence[float], now: int) -> _Ends:
-        slices = queue.slices
-        young, old = now - slices[-1].stamps[-1], now - slices[0].stamps[0]
+        chunks = queue.chunks
+        young, old = now - chunks[-1].stamps[-1], now - chunks[0].stamps[0]
         newer, older = bin_of(young), bin_of(old)
         ends: _Ends | None = queue.note
         if ends is None:
@@ -806,7 +806,7 @@ class P2c(EvictionPolicy):
 
 
 def _is_older(queue: Queue, other: Queue | None) -> bool:
-    return other is not None and queue.slices[0].stamps[0] < other.slices[0].stamps[0]
+    return other is not None and queue.chunks[0].stamps[0] < other.chunks[0].stamps[0]
 
 
 POLICIES.update({"lru": lambda config: Lru(), "p2c": P2c})

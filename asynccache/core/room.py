@@ -116,7 +116,7 @@ class RoomMaker:
             place = base + c
             slots, early = shelves[place].slots, shelves[place].orders[EARLY].first
             while slots.left < need:
-                room = self._evict_next(place, EARLY) if early.slices else SHORT
+                room = self._evict_next(place, EARLY) if early.chunks else SHORT
                 if room is SHORT:
                     room = self._evict_coldest(place, need)
                 if room is not FREE:
@@ -267,7 +267,7 @@ class RoomMaker:
             place = next(c for c in range(place + 1)
                          if c == place or (node.state[c] == PRESENT and not self.is_expendable(node, c)))  # fmt: skip
         host = place + world.count
-        if world.shelves[host].slots.left >= world.pages(node, place) or world.shelves[host].orders[EARLY].first.slices:
+        if world.shelves[host].slots.left >= world.pages(node, place) or world.shelves[host].orders[EARLY].first.chunks:
             return UNSAVED
         other = self.coldest(host, LATE)
         if other is None:
@@ -408,9 +408,9 @@ class RoomMaker:
         order = shelf.orders[late]
         first = order.first
         while True:
-            node = first.oldest() if first.slices else shelf.policy.choose(order, now) if order.rest else None
+            node = first.oldest() if first.chunks else shelf.policy.choose(order, now) if order.rest else None
             if node is None:
-                assert not any(queue.slices for queue in order.rest), "a policy chooses while a candidate waits"
+                assert not any(queue.chunks for queue in order.rest), "a policy chooses while a candidate waits"
                 return None
             stamp = take(node, place)
             if world.is_candidate(node, place):

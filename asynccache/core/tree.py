@@ -28,7 +28,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.errors import InvariantViolation
 
 if TYPE_CHECKING:
-    from asynccache.core.eviction import Slice
+    from asynccache.core.eviction import Chunk
     from asynccache.core.ledger import Operation
 
 ABSENT: Final = 0
@@ -68,7 +68,7 @@ class Node:
     Each attribute of the cells is one list. There is no object for a cell, because making such objects would take more
     time than all the rest of a commit. The *place* of a cell is its index in these lists: first the components on the
     device, then the components on the host. ``state``; ``slots``, bytes of int32; ``pins``, the counts that keep the
-    data; ``entry``, the slice of an eviction queue in which the cell waits, or None. Only ``stamp`` has one entry for
+    data; ``entry``, the chunk of an eviction queue in which the cell waits, or None. Only ``stamp`` has one entry for
     each component, which both tiers share.
     """
 
@@ -87,7 +87,7 @@ class Node:
         self.state = [ABSENT] * places
         self.slots = [b""] * places
         self.pins = [0] * places
-        self.entry: list[Slice | None] = [None] * places
+        self.entry: list[Chunk | None] = [None] * places
         self.stamp = [0] * components
         self.kids_device = self.kids_host = 0
         """How many children have FULL on that tier in any state but ABSENT."""

@@ -1,6 +1,6 @@
 """The queue of KV events for the embedder's ``on_event``, the events that are not the core's, and spans of tracing.
 
-The core tells which pages came and went. ``Announcer`` adds that a cache begins and which keys its stores hold. It
+The core tells which pages came and went. ``NoticeQueue`` adds that a cache begins and which keys its stores hold. It
 hands all of it to the subscriber in order, and not within a call of the core.
 
 Several stores may hold a key: it is reported as there when the first attached store gets it, and as gone when the last
@@ -33,7 +33,7 @@ def no_span(name: str, attributes: object = None) -> AbstractContextManager[None
     return nullcontext()
 
 
-class Announcer:
+class NoticeQueue:
     """The queue of notices, and the task that hands them to ``on_event``. A subscriber that raises closes the cache.
     ``alive``: the namespaces that have pages. Mutable state: the queue, names, and the keys of each store that is
     watched."""

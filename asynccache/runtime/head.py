@@ -2,7 +2,7 @@
 
 What always holds:
 * A plan of the core goes through here (``Driver.perform``): copies to ``EngineBatches.begin``, backups to storage to
-  ``Backups.put``, events to ``Announcer.put``. The acks come back through one queue (``Driver.acks``).
+  ``Backups.put``, events to ``NoticeQueue.put``. The acks come back through one queue (``Driver.acks``).
 * Closing frees no buffer that a store or a device still uses. If a store hangs, its buffers are left behind: tasks go
   on, and close the rest if it lets go after all. Neither the loop nor the process waits for them.
 
@@ -26,7 +26,7 @@ from asynccache.core.cache import CacheCore, Unsaved
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import BackendError, CacheClosed, ConfigError, RankFailure
 from asynccache.events import Notice
-from asynccache.runtime.announcer import Announcer, StartSpan, no_span
+from asynccache.runtime.announcer import NoticeQueue, StartSpan, no_span
 from asynccache.runtime.core_calls import run_acks
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine_batches import EngineBatches
@@ -90,9 +90,9 @@ class Head:
         self.batches = EngineBatches(worker, core, config.pools(), driver, self.supervisor)
         self.sanitizer = Sanitizer(worker, core, self.batches, self.supervisor) if debug else None
         """What looks for a program's mistakes; None: the cache is not debugged."""
-        self.announcer: Announcer | None = None
+        self.announcer: NoticeQueue | None = None
         if on_event is not None:
-            self.announcer = Announcer(on_event, config.page_size, worker, core.world.roots)
+            self.announcer = NoticeQueue(on_event, config.page_size, worker, core.world.roots)
         self.namespaces = Namespaces(config, self.announcer)
         limits = {int(c.kind): int(c.host * config.backup_quota) for c in core.config.components}
         self.backups = Backups(worker, driver, limits, span)

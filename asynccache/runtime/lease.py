@@ -74,7 +74,7 @@ class Hits(NamedTuple):
     storage: int
 
 
-Taken = tuple[CodeType, int]
+CodePlace = tuple[CodeType, int]
 """The place in the code where a lease was taken: a function, and an offset in its bytecode. The number of the line is
 worked out only for a warning, since that takes some µs in a long function."""
 
@@ -240,7 +240,7 @@ class Lease:
 
     def __init__(
         self, head: Head, ask: LeaseRequest, namespace: str | bytes | None, prefetch: Prefetch | None, wait: bool,
-        timeout: float | None, taken: Taken,
+        timeout: float | None, taken: CodePlace,
     ) -> None:  # fmt: skip
         self._state = NEW
         self._head = head

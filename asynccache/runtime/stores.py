@@ -25,7 +25,7 @@ from asynccache.runtime.save import drain, unsaved
 from asynccache.worker.local import LocalWorker, Storage, StoreEntry
 
 if TYPE_CHECKING:
-    from asynccache.runtime.announcer import Announcer
+    from asynccache.runtime.announcer import NoticeQueue
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.supervisor import Supervisor
 
@@ -39,7 +39,7 @@ class StoreAttachments:
     """Attaches and detaches stores. ``backlog``: how many pages of FULL may wait for storage."""
 
     def __init__(
-        self, driver: Driver, worker: LocalWorker, announcer: Announcer | None, supervisor: Supervisor, backlog: int
+        self, driver: Driver, worker: LocalWorker, announcer: NoticeQueue | None, supervisor: Supervisor, backlog: int
     ) -> None:
         self._driver = driver
         self._worker = worker

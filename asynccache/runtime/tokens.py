@@ -27,7 +27,7 @@ from asynccache.errors import ConfigError
 from asynccache.hashes import extend_chain, namespace_digest
 
 if TYPE_CHECKING:
-    from asynccache.runtime.announcer import Announcer
+    from asynccache.runtime.announcer import NoticeQueue
 
 SIGN_BYTE = TOKEN_BYTES - 1
 """The offset of a token's highest byte. The token is negative if that byte is not ASCII, that is 128 or more."""
@@ -199,7 +199,7 @@ class Chain:
 class Namespaces:
     """The namespaces of one cache. Mutable state: how often each was invalidated, and when."""
 
-    def __init__(self, config: CacheConfig, names: Announcer | None) -> None:
+    def __init__(self, config: CacheConfig, names: NoticeQueue | None) -> None:
         self.changes = 0
         """How many invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as
         it was before need not ask ``valid``."""

@@ -444,7 +444,7 @@ class WorkerGroup(LocalWorker):
         if self.failure is not None:
             return
         match message:
-            case m.Ended():
+            case m.WorksOver():
                 self._ended(rank, message)
             case m.Answer():
                 call = self._calls.get(message.call)
@@ -570,7 +570,7 @@ class WorkerGroup(LocalWorker):
         if self.failure is None and self.own is not None:
             self.own.take(*orders)
 
-    def _ended(self, rank: int, news: m.Ended) -> None:
+    def _ended(self, rank: int, news: m.WorksOver) -> None:
         for first in news.works:
             copies = self._copies.get(first)
             if copies is None or rank not in copies.left:

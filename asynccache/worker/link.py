@@ -52,7 +52,7 @@ import aiofiles
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.unix_socket import bound
-from asynccache.worker.messages import Ended, Message, encode
+from asynccache.worker.messages import Message, WorksOver, encode
 
 LENGTH = 4
 _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
@@ -309,7 +309,7 @@ class Wire:
             if not self._held:
                 self._loop.call_soon(self.flush)
         elif (
-            type(message) is Ended and type(last := unsent[-1]) is Ended
+            type(message) is WorksOver and type(last := unsent[-1]) is WorksOver
             and last.status is message.status and len(last.works) < SLICE
         ):  # fmt: skip
             last.works += message.works
@@ -350,7 +350,7 @@ class Wire:
             self._failed(RankFailure(f"cannot send its {type(messages[0]).__name__}: {why}"))
 
 
-Answer = Callable[[bytes, Link], bytes]
+OnHello = Callable[[bytes, Link], bytes]
 """The function that a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, but
 sends nothing over it yet; or it raises ``RankFailure``, whose text the worker gets."""
 
@@ -528,7 +528,7 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 class Listener:
     """Admits ranks that connect; ``open_listener`` makes it."""
 
-    def __init__(self, secret: bytes, answer: Answer, timeout: float) -> None:
+    def __init__(self, secret: bytes, answer: OnHello, timeout: float) -> None:
         self.address = ""
         """Where the head listens, with the port that the system chose if none was given."""
         self._secret = secret
@@ -622,7 +622,7 @@ class Listener:
         return await _take_frame(reader, MOST_HELLO)
 
 
-async def open_listener(address: str, secret: bytes | None, answer: Answer, *, timeout: float) -> Listener:
+async def open_listener(address: str, secret: bytes | None, answer: OnHello, *, timeout: float) -> Listener:
     """Listen at ``address`` (port 0: any that is free) and call ``answer`` for every worker that knows the secret.
     ``timeout``: seconds of silence that are a failure, at both ends of every link. Cancelling it leaves nothing open.
 

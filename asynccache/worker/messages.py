@@ -67,7 +67,7 @@ class Failed(Answer, tag="failed"):
 # what a rank says unasked
 
 
-class Ended(Message, tag="ended"):
+class WorksOver(Message, tag="ended"):
     """Works have ended, in this order and all with ``status``, and their buffers are let go."""
 
     status: Status
@@ -164,7 +164,7 @@ def remote(fold: Fold | None = None, *, at_once: bool = False) -> Callable[[F], 
     return mark
 
 
-class Order(NamedTuple):
+class RemoteMethod(NamedTuple):
     """A remote method by its ``name``."""
 
     name: str
@@ -177,9 +177,9 @@ class Order(NamedTuple):
     """As in ``remote``, like ``fold``."""
 
 
-def orders_of(*owners: type) -> dict[str, Order]:
+def orders_of(*owners: type) -> dict[str, RemoteMethod]:
     """Return an order for each remote method of ``owners``. Of methods with one name the first owner's counts."""
-    found: dict[str, Order] = {}
+    found: dict[str, RemoteMethod] = {}
     for owner in owners:
         for name, method in vars(owner).items():
             if hasattr(method, _MARK):
@@ -187,7 +187,7 @@ def orders_of(*owners: type) -> dict[str, Order]:
     return found
 
 
-def _order(name: str, method: Callable[..., Any]) -> Order:
+def _order(name: str, method: Callable[..., Any]) -> RemoteMethod:
     hints = get_type_hints(method)
     fields = [(argument, hints[argument]) for argument in list(signature(method).parameters)[1:]]
     answer = None
@@ -196,16 +196,16 @@ def _order(name: str, method: Callable[..., Any]) -> Order:
         answer = msgspec.defstruct(f"{name}_answer", value, bases=(Answer,), tag=f"{name}.answer")
     base = Message if answer is None else Call
     message = msgspec.defstruct(name, fields, bases=(base,), tag=name)
-    return Order(name, message, answer, *getattr(method, _MARK))
+    return RemoteMethod(name, message, answer, *getattr(method, _MARK))
 
 
-def order_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[Message]]:
+def order_decoder(orders: Mapping[str, RemoteMethod]) -> Callable[[bytes], list[Message]]:
     """Return a function that decodes a frame of a head."""
     return decoder(list[Union[tuple(order.message for order in orders.values())]])  # type: ignore[misc]  # noqa: UP007
 
 
-def news_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[Message]]:
+def news_decoder(orders: Mapping[str, RemoteMethod]) -> Callable[[bytes], list[Message]]:
     """Return a function that decodes a frame of a rank: answers, and what it says unasked."""
     answers = [order.answer for order in orders.values() if order.answer is not None]
-    kinds = (Ended, BatchOver, StoreKeys, StoreHealth, StoreCounters, Died, Failed, *answers)
+    kinds = (WorksOver, BatchOver, StoreKeys, StoreHealth, StoreCounters, Died, Failed, *answers)
     return decoder(list[Union[kinds]])  # type: ignore[valid-type]  # noqa: UP007

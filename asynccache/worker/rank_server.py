@@ -45,7 +45,7 @@ from asynccache.worker import messages as m
 from asynccache.worker.folds import are_counters
 from asynccache.worker.link import Link, Wire, open_link
 from asynccache.worker.local import EmbedderParts, LocalWorker, StoreEntry, check_device, open_local
-from asynccache.worker.messages import Order, order_decoder, orders_of, remote
+from asynccache.worker.messages import RemoteMethod, order_decoder, orders_of, remote
 from asynccache.worker.ranks import ARRIVAL, Shard, Topology, decode_welcome
 from asynccache.worker.stages import ChangeSignal
 from asynccache.worker.work import CopyKind, Reports, Work
@@ -451,7 +451,7 @@ class RankServer:
             except Exception as error:
                 self.die(error)
 
-    def _begin(self, order: Order, message: m.Message, call: int, work: Any) -> None:
+    def _begin(self, order: RemoteMethod, message: m.Message, call: int, work: Any) -> None:
         task: asyncio.Future[Any]
         if order.at_once:
             task = _ended(work, self._loop)
@@ -460,7 +460,7 @@ class RankServer:
         self._calls[call] = message, task
         task.add_done_callback(partial(self._answer, order, call))  # also if it is cancelled before it begins
 
-    def _answer(self, order: Order, call: int, done: asyncio.Future[Any]) -> None:
+    def _answer(self, order: RemoteMethod, call: int, done: asyncio.Future[Any]) -> None:
         del self._calls[call]
         if done.cancelled():
             self._tell(m.Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
@@ -621,7 +621,7 @@ class RankServer:
         if status is Status.FAILED and loads:
             self._failed |= loads
             self.batches.lose(loads)
-        self._tell(m.Ended(status, [ops[0]]))
+        self._tell(m.WorksOver(status, [ops[0]]))
 
     @remote()
     def forget_load(self, op: int) -> None:
@@ -746,7 +746,7 @@ def _ended(work: Any, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
     return future
 
 
-ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
+ORDERS: Mapping[str, RemoteMethod] = orders_of(RankServer, LocalWorker)
 """All that a head may say to a rank."""
 _BY_TYPE = {order.message: order for order in ORDERS.values()}
 _OWN = frozenset(vars(RankServer))
@@ -831,7 +831,7 @@ class RankProcess(RankServer):
     def group_lost(self, rank: int, reason: str) -> None:
         self._end(RankFailure(reason, rank if rank >= 0 else None))
 
-    def _begin(self, order: Order, message: Any, call: int, work: Any) -> None:
+    def _begin(self, order: RemoteMethod, message: Any, call: int, work: Any) -> None:
         if order.name == "close":
             self._last_call, self._closing_takes = call, message.patience
         super()._begin(order, message, call, work)

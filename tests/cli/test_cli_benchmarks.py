@@ -152,7 +152,7 @@ class Mru(EvictionPolicy):
     """Most recently used first."""
 
     def choose(self, order: Order, now: int) -> Node | None:
-        return order.rest[0].newest() if order.rest[0].slices else None
+        return order.rest[0].newest() if order.rest[0].chunks else None
 
 
 @pytest.mark.slow(2)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from asynccache.cli import ranks
-from asynccache.cli.engine import PageRun, StandInEngine, Verdict
+from asynccache.cli.engine import Comparison, PageRun, StandInEngine
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
 from asynccache.cli.rank import complaint, shard_config, store_url, understood
@@ -124,8 +124,8 @@ def test_pools_are_marked_replicated_by_name() -> None:
 
 
 def test_a_complaint_is_understood_and_nothing_else_is_taken_for_one() -> None:
-    said = complaint(Verdict(9, 4, ("full page 3 differs", "full page 5 differs", "and so on")))
-    assert understood(2, said) == Verdict(0, 4, ("rank 2: full page 3 differs; full page 5 differs",))
+    said = complaint(Comparison(9, 4, ("full page 3 differs", "full page 5 differs", "and so on")))
+    assert understood(2, said) == Comparison(0, 4, ("rank 2: full page 3 differs; full page 5 differs",))
     for other in ("", "verifying failed: OSError()", "4 pages", "4", "[]", "{}", "[4]"):
         assert understood(2, other) is None
 

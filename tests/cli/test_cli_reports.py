@@ -25,7 +25,7 @@ from asynccache.cli.engine import StandInEngine, device_faults
 from asynccache.cli.main import main
 from asynccache.cli.meter import TICK, Meter, Samples, Spread, peak_rss, spread
 from asynccache.cli.options import RunSettings
-from asynccache.cli.report import Line, Sampler, Tally, thinned
+from asynccache.cli.report import Sampler, Tally, UncachedEngine, thinned
 from asynccache.cli.service import Server
 from asynccache.cli.session import execute
 from asynccache.cli.workloads import RunRequest
@@ -320,7 +320,7 @@ async def test_lateness_is_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) 
 def test_requests_without_a_cache_wait_in_the_same_line() -> None:
     """Two fit at a time; each came at its second and had its room for ten."""
     tally = Tally()
-    line = Line(tally, 100)
+    line = UncachedEngine(tally, 100)
     placed = [line.come(at, 50) for at in (0.0, 1.0, 2.0, 3.0)]
     for one in reversed(placed):                       # they may end in any order, and are admitted in that of coming
         assert not tally.first_token_without

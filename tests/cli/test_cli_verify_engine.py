@@ -40,7 +40,7 @@ from openai_serving.scores import ScoredModel
 from openai_serving.service import Choices, Service, ServiceParts
 
 from asynccache.cli.main import main
-from asynccache.cli.openai_client import Answer, Difference, EngineError, apart
+from asynccache.cli.openai_client import Completion, Difference, EngineError, apart
 from asynccache.cli.verify_engine import Options, Verification
 from asynccache.memory.mover import Mover
 from asynccache.storage import CheckedStore, Result
@@ -581,8 +581,8 @@ def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
 # how far two answers are apart
 
 
-def said(*tokens: tuple[str, float, dict[str, float]]) -> Answer:
-    return Answer([t for t, _, _ in tokens], [p for _, p, _ in tokens], [top for _, _, top in tokens], "", 9, 0, {})
+def said(*tokens: tuple[str, float, dict[str, float]]) -> Completion:
+    return Completion([t for t, _, _ in tokens], [p for _, p, _ in tokens], [top for _, _, top in tokens], "", 9, 0, {})
 
 
 def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache.cli.engine import NOTHING, PageRun, Pattern, StandInEngine, Verdict, page_values
+from asynccache.cli.engine import NOTHING, Comparison, PageRun, Pattern, StandInEngine, page_values
 from asynccache.cli.meter import run_delay
 from asynccache.cli.options import WORKLOADS
 from asynccache.cli.workloads import RunRequest, StressSource, stream_tokens
@@ -174,7 +174,7 @@ async def test_a_page_without_a_slot_and_one_torn_layer_are_named(
     engine.write([full(3, 9, 1)])
     pools["full"].layer(1)[9, 5] ^= 1
     verdict = await engine.begin([full(3, 9, 1, first=20)], verifies=True).verdict()
-    assert verdict == Verdict(3, 1, ("full page 21 in slot 9 differs from layer 1 on",))
+    assert verdict == Comparison(3, 1, ("full page 21 in slot 9 differs from layer 1 on",))
     verdict = await engine.begin([full(3, -1, 1)], verifies=True).verdict()
     assert (verdict.pages, verdict.wrong) == (3, 1)
     assert verdict.what == ("full page 1 has no slot",)
@@ -192,12 +192,12 @@ def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(
     waited = [0.0]
     monkeypatch.setattr("asynccache.cli.engine.run_delay", lambda: waited[0])
 
-    def waits(seconds: float) -> Verdict:
+    def waits(seconds: float) -> Comparison:
         burn(0.05)
         waited[0] += seconds
         return NOTHING
 
-    def sleeps() -> Verdict:
+    def sleeps() -> Comparison:
         time.sleep(0.3)
         return NOTHING
 

@@ -177,20 +177,20 @@ _choose, _compare, _look, _forget, _take = P2c.choose, P2c._compare, P2c._look, 
 
 
 def _first_oldest(policy: P2c, order: Order, now: int) -> Node | None:
-    queue = next((queue for queue in order.rest if queue.slices), None)
+    queue = next((queue for queue in order.rest if queue.chunks), None)
     return queue.oldest() if queue is not None else None
 
 
 def _newest(policy: P2c, order: Order, now: int) -> Node | None:
     if policy._lessons:
         return _choose(policy, order, now)
-    queue = next((queue for queue in order.rest if queue.slices), None)
+    queue = next((queue for queue in order.rest if queue.chunks), None)
     return queue.newest() if queue is not None else None
 
 
 def _kept(policy: P2c, order: Order, now: int) -> Node | None:
     lead = order.note
-    if lead is not None and lead.ends is not None and lead.queue.slices:
+    if lead is not None and lead.ends is not None and lead.queue.chunks:
         found: Node = lead.queue.newest() if lead.ends.newest else lead.queue.oldest()
         return found
     return _compare(policy, order, now)
@@ -216,7 +216,7 @@ def _left(node: Node, place: int) -> int:
 
 
 def _pinned(policy: P2c, order: Order, now: int) -> Node | None:
-    waiting = (part.nodes for queue in order.rest for part in queue.slices)
+    waiting = (part.nodes for queue in order.rest for part in queue.chunks)
     used = (node for nodes in waiting for node in nodes[1:-1] if node.pins[0])
     return next(used, None) or _compare(policy, order, now)
 

@@ -324,9 +324,9 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypa
         nonlocal chosen
         node = choose(policy, order, now)
         ends = [
-            (policy.curves.worth[kind][bin_of(now - part.stamps[at])], queue.slices[0].stamps[0], kind, part.nodes[at])
-            for kind, queue in enumerate(order.rest) if queue.slices
-            for part, at in ((queue.slices[0], 0), (queue.slices[-1], -1))
+            (policy.curves.worth[kind][bin_of(now - part.stamps[at])], queue.chunks[0].stamps[0], kind, part.nodes[at])
+            for kind, queue in enumerate(order.rest) if queue.chunks
+            for part, at in ((queue.chunks[0], 0), (queue.chunks[-1], -1))
         ]  # fmt: skip
         if ends:
             worth, stamp, kind, _ = min(ends, key=lambda end: end[:3])
@@ -343,7 +343,7 @@ class Mru(EvictionPolicy):
     """Most recently used first: a policy of somebody's own."""
 
     def choose(self, order: Order, now: int) -> Node | None:
-        return order.rest[0].newest() if order.rest[0].slices else None
+        return order.rest[0].newest() if order.rest[0].chunks else None
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ class Forgetful(EvictionPolicy):
         return node.end & 1
 
     def choose(self, order: Order, now: int) -> Node | None:
-        return order.rest[0].oldest() if order.rest[0].slices else None
+        return order.rest[0].oldest() if order.rest[0].chunks else None
 
 
 @pytest.mark.usefixtures("breaks_a_core")

@@ -29,7 +29,7 @@ from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker.local import LocalWorker, Storage
-from asynccache.worker.messages import Ended, Message
+from asynccache.worker.messages import Message, WorksOver
 from asynccache.worker.rank_server import RankServer
 from asynccache.worker.ranks import Shard
 from asynccache.worker.work import Work
@@ -353,7 +353,7 @@ class GroupWorld:
         worker.perform = noted  # type: ignore[method-assign]
 
     def _note_ends(self, rank: int, tell: Callable[[Message], None], message: Message) -> None:
-        if isinstance(message, Ended):
+        if isinstance(message, WorksOver):
             for first in message.works:
                 for op in self.works.get(first, (first,)):
                     self.said[op][rank] = message.status

@@ -14,7 +14,7 @@ from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import Node
 from asynccache.errors import RankFailure
 from asynccache.runtime.lease import Lease
-from asynccache.worker.messages import Ended
+from asynccache.worker.messages import WorksOver
 from tests.group.group_kit import GroupWorld, servers
 from tests.simulated import drawn
 from tests.simulated.drawn import PAGE, Climate
@@ -77,7 +77,7 @@ def babble(world: GroupWorld, rank: int) -> None:
 
 
 def say_nonsense(world: GroupWorld, rank: int) -> None:
-    world.process(rank).server._tell(Ended(Status.DONE, [999_999]))
+    world.process(rank).server._tell(WorksOver(Status.DONE, [999_999]))
 
 
 def cut_all(world: GroupWorld, rank: int) -> None:

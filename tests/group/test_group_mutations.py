@@ -25,7 +25,7 @@ from asynccache.storage.contract import Result
 from asynccache.worker import folds, watched_keys
 from asynccache.worker.group import AwaitedAnswers, WorkerGroup
 from asynccache.worker.local import BatchWrite, LocalWorker
-from asynccache.worker.messages import BatchOver, Ended, Message
+from asynccache.worker.messages import BatchOver, Message, WorksOver
 from asynccache.worker.rank_server import ORDERS, EngineBatch, RankProcess, RankServer, SentBatches
 from asynccache.worker.work import StoredBatch, Work
 from tests.group import test_group_calls
@@ -90,7 +90,7 @@ def one_done_is_done(patch: Patch) -> None:
     """An operation is DONE, and its slots are free, when the first worker says so."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: Ended) -> None:
+    def ended(self: WorkerGroup, rank: int, news: WorksOver) -> None:
         reports, early = self._reports, self.__dict__.setdefault("early", set[int]())
         assert reports is not None
         if news.status is Status.DONE:
@@ -110,7 +110,7 @@ def failures_are_forgotten(patch: Patch) -> None:
     """An operation that failed on one worker is DONE when all have let go."""
     plain = WorkerGroup._ended
     patch.setattr(
-        WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, Ended(Status.DONE, news.works))
+        WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, WorksOver(Status.DONE, news.works))
     )
 
 
@@ -118,14 +118,14 @@ def one_failure_ends_it(patch: Patch) -> None:
     """An operation is over, and its slots are free, when the first worker fails, though others are still at it."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: Ended) -> None:
+    def ended(self: WorkerGroup, rank: int, news: WorksOver) -> None:
         gone: set[int] = self.__dict__.setdefault("gone", set())
         works = [first for first in news.works if first not in gone]
         if news.status is not Status.DONE:
             gone.update(works)
             for first in works:
                 self._copies[first].left = {rank}
-        plain(self, rank, Ended(news.status, works))
+        plain(self, rank, WorksOver(news.status, works))
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
@@ -143,7 +143,7 @@ def stored_when_one_has(patch: Patch) -> None:
 
 def failed_copies_are_forgotten(patch: Patch) -> None:
     """A worker does not remember which loads have failed on it."""
-    patch.setattr(RankServer, "_ended", lambda self, status, ops: self._tell(Ended(status, [ops[0]])))
+    patch.setattr(RankServer, "_ended", lambda self, status, ops: self._tell(WorksOver(status, [ops[0]])))
 
 
 def outcomes_of_another_number(patch: Patch) -> None:
@@ -155,7 +155,7 @@ def outcomes_of_another_number(patch: Patch) -> None:
         before, last[id(self)] = last.get(id(self)), ops[0]
         plain(self, status, ops)
         if before is not None and before != ops[0] and self._loop.time() % 1 < 0.2:
-            self._tell(Ended(status, [before]))
+            self._tell(WorksOver(status, [before]))
 
     patch.setattr(RankServer, "_ended", ended)
 

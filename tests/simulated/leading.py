@@ -66,7 +66,7 @@ class Leading(EvictionPolicy):
                 queue = next(part.queue for part in node.entry if part is not None and part.queue.order is order)
                 self.seen["led"] += 1
                 self.seen["not the oldest"] += node is not min(
-                    (queue.slices[0] for queue in order.rest if queue.slices), key=lambda part: part.stamps[0]
+                    (queue.chunks[0] for queue in order.rest if queue.chunks), key=lambda part: part.stamps[0]
                 ).nodes[0]
                 self.seen["pinned"] += node.pins[queue._place] > 0
         return node

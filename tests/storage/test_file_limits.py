@@ -18,7 +18,7 @@ from typing import Any
 import aiofiles
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.backend import THREADS, PageRun, plan_reads
+from asynccache_backends.file.backend import THREADS, GroupRun, plan_reads
 from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, read_runs, write_run
 from asynccache_backends.file.folder import usual_segment
 from asynccache_backends.file.segments import FileIndex, PageGroup, group_bytes
@@ -238,7 +238,7 @@ async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
 PAGES = keys_of(1000)
 
 
-def _plan(groups: int, which: Sequence[int]) -> list[list[PageRun]]:
+def _plan(groups: int, which: Sequence[int]) -> list[list[GroupRun]]:
     """The batches of pages of an index of groups of 40 pages that lie side by side."""
     index, records = FileIndex(), [Record(aligned(64), memoryview(bytearray(FULL))) for _ in which]
     for i in range(groups):

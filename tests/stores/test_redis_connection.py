@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, Request, about, joined, storing
-from asynccache_backends.redis.server import Connection, Link, RedisServer
+from asynccache_backends.redis.server import Connection, RedisConnection, RedisServer
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 from msgspec.structs import replace
 
@@ -64,7 +64,7 @@ async def peer(script: Script) -> AsyncIterator[RedisSettings]:
 async def connected(script: Script, stall: float = 5.0) -> AsyncIterator[Connection]:
     """A connection to such a server."""
     async with peer(script) as settings:
-        link = Link(settings.seeds[0], settings)
+        link = RedisConnection(settings.seeds[0], settings)
         async with link.signed_in(5):
             connection = Connection(link, stall)
         try:
@@ -303,10 +303,10 @@ async def test_a_redis_py_that_connects_in_another_way_is_refused_by_name(monkey
         nonlocal heard
         heard += await reader.read(100)
 
-    async def connect(link: Link) -> None:
+    async def connect(link: RedisConnection) -> None:
         pass
 
-    monkeypatch.setattr(Link, "connect", connect)
+    monkeypatch.setattr(RedisConnection, "connect", connect)
     async with peer(script) as settings:
         with pytest.raises(ConfigError, match=r"redis-py \d+\.\d+.*_connect"):
             await server_of(settings, password="hunter2").ask(PING)
@@ -323,7 +323,7 @@ async def test_a_connection_that_was_closed_while_it_was_made_is_none() -> None:
         hung_up.set()
 
     async with peer(script) as settings:
-        link = Link(settings.seeds[0], settings)
+        link = RedisConnection(settings.seeds[0], settings)
         link.closed = True
         with pytest.raises(Unavailable):
             async with link.signed_in(5):

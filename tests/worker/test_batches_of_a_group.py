@@ -35,7 +35,7 @@ from asynccache.version import VERSION
 from asynccache.worker import RankWorker, Topology, connect, group, listen
 from asynccache.worker.link import Link, open_link
 from asynccache.worker.local import BATCH_PAGES, SWEEP, EmbedderParts, LocalBatches, LocalWorker
-from asynccache.worker.messages import BatchOver, Died, Ended, Hello, Message, encode
+from asynccache.worker.messages import BatchOver, Died, Hello, Message, WorksOver, encode
 from asynccache.worker.pool_layout import FULL, PoolMap
 from asynccache.worker.rank_server import ORDERS, EngineBatch, RankServer, SentBatches
 from asynccache.worker.watched_keys import WatchedKeys
@@ -225,7 +225,7 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
             await worker.face.layer(server.batches.find(8), 0)
         server.take(send_batch(10, b"", (7,)))
         await worker.face.layer(server.batches.find(10), 0)
-        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, Ended))
+        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, WorksOver))
 
 
 @pytest.mark.parametrize("asked_at_once", [True, False])

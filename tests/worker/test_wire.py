@@ -26,9 +26,9 @@ from asynccache.worker.messages import (
     MOST_REASON,
     BatchOver,
     Died,
-    Ended,
     Failed,
     Message,
+    WorksOver,
     encode,
     news_decoder,
     sendable,
@@ -101,8 +101,8 @@ def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
 
 
 def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_another() -> None:
-    def ended(status: Status, *ops: int) -> Ended:
-        return Ended(status, list(ops))
+    def ended(status: Status, *ops: int) -> WorksOver:
+        return WorksOver(status, list(ops))
 
     done, failed = Status.DONE, Status.FAILED
 
@@ -140,7 +140,7 @@ def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pyte
 
     async def body(wire: Wire, frames: list[list[Message]]) -> None:
         for op in range(10_000, 12_000):
-            wire.put(Ended(Status.DONE, [op]))
+            wire.put(WorksOver(Status.DONE, [op]))
 
     frames, told = on_wire(body, decode_news)
     assert [op for frame in frames for message in frame for op in message.works] == [  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def news() -> list[Any]:
     """Each message of a rank."""
     answers = [order.answer(3, ANSWERS.get(name)) for name, order in ORDERS.items() if order.answer is not None]
     return [
-        *answers, m.Ended(Status.FAILED, [7, 9]), m.BatchOver(3, "no memory"), m.BatchOver(4),
+        *answers, m.WorksOver(Status.FAILED, [7, 9]), m.BatchOver(3, "no memory"), m.BatchOver(4),
         m.Failed(2, "Unavailable", "locked"), m.StoreKeys(1, False, (bytes(32),)), m.StoreHealth(True),
         m.StoreCounters({"pages": 1, "s": 0.5}, {"x": {"pages": 1}}), m.Died("OSError: out of memory"),
     ]  # fmt: skip

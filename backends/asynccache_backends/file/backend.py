@@ -51,7 +51,7 @@ MOST_BATCH = 4 << 20
 LEAST_BATCH = 1 << 20
 
 
-class PageRun(NamedTuple):
+class GroupRun(NamedTuple):
     """Pages of one group that lie next to each other, the first at index ``page``. ``which`` has for each page the
     position of its key in the call, ``buffers`` the memory that it is read into."""
 
@@ -63,7 +63,7 @@ class PageRun(NamedTuple):
 
 def plan_reads(
     index: FileIndex, keys: Sequence[PageKey], records: Sequence[Record]
-) -> tuple[list[list[PageRun]], list[int]]:
+) -> tuple[list[list[GroupRun]], list[int]]:
     """Return the runs in which the stored pages of ``keys`` lie, in the order in which they were written, divided into
     batches, each of pages of one length in one segment; and the positions of keys whose page has another length than
     their record.
@@ -73,7 +73,7 @@ def plan_reads(
     """
     found = sorted(index.locate(keys))
     limit = max(LEAST_BATCH, min(MOST_BATCH, sum(records[i].payload.nbytes for _, i in found) // THREADS))
-    batches: list[list[PageRun]] = []
+    batches: list[list[GroupRun]] = []
     wrong: list[int] = []
     segment = length = room = expected = page = -1
     for location, i in found:
@@ -87,7 +87,7 @@ def plan_reads(
             segment, length, room, expected = group.segment, group.length, max(limit, group.length), -1
             batches.append([])
         if location != expected:
-            run = PageRun(group, page, [], [])
+            run = GroupRun(group, page, [], [])
             batches[-1].append(run)
         run.which.append(i)
         run.buffers.append(payload)

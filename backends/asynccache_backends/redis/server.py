@@ -51,7 +51,7 @@ class Answers(asyncio.StreamReader):
             super().feed_data(data)
 
 
-class Link(SSLConnection):
+class RedisConnection(SSLConnection):
     """A connection of redis-py, with TLS or without, as the settings say.
 
     redis-py's own kinds of connection override ``_connect``, too. If a version did not call it, the connection would
@@ -154,7 +154,7 @@ class Connection(asyncio.BufferedProtocol):
     the server. So no reply is taken for that of another request, and no page that was sent in part is completed with
     other bytes: the server drops a command that it has received only in part."""
 
-    def __init__(self, link: Link, stall: float) -> None:
+    def __init__(self, link: RedisConnection, stall: float) -> None:
         assert link.transport is not None
         self.link = link
         self.transport = link.transport
@@ -275,7 +275,7 @@ class RedisServer:
         """Open while the server is left alone."""
         self.has_slots = True
         """False if a cluster's map no longer names it; then no idle connection is kept."""
-        self.links: set[Link] = set()
+        self.links: set[RedisConnection] = set()
         """The connections to this server, and some that are closed."""
         self._settings = settings
         self._counts = counts
@@ -339,12 +339,12 @@ class RedisServer:
             return Connection(link, self._settings.stall)
 
     @asynccontextmanager
-    async def _linked(self, within: float) -> AsyncIterator[Link]:
+    async def _linked(self, within: float) -> AsyncIterator[RedisConnection]:
         """Provide a new connection that has signed in, for ``within`` seconds in all. It is closed if anything
         fails."""
         if self._closed:
             raise Unavailable(f"{self.address}: the store is closed")
-        link = Link(self.address, self._settings)
+        link = RedisConnection(self.address, self._settings)
         self.links = {link for link in self.links if not link.closed} | {link}
         async with link.signed_in(within):
             yield link
