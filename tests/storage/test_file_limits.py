@@ -551,6 +551,29 @@ async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pa
     assert store.stats()["scanned_groups"] == 0
 
 
+async def test_a_page_that_is_written_during_a_flush_is_synced_by_the_next(
+    store: CheckedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    io = HeldIO(store)
+    first = asyncio.ensure_future(put(store, [page_key("a")]))
+    await until(lambda: len(io.gates) == 1)
+    flushing = asyncio.ensure_future(store.flush())
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(put(store, [page_key("b")]))
+    await until(lambda: len(io.gates) == 2)
+    io.gates[0].set()
+    await flushing
+    assert (first.done(), second.done(), len(synced)) == (True, False, 1)
+    io.stop()
+    assert await second == [Result.HIT]
+    await store.flush()
+    assert len(synced) == 2
+    await store.flush()
+    assert len(synced) == 2, "nothing was written in between"
+
+
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Nothing can be made or written in ``folder`` meanwhile, not even by root."""
