@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from asynccache.cli.explain import tokens
+from asynccache.cli.workloads import RunRequest, StressSource
 from tests.processes import Command, Running
+from tests.waiting import wait_until
 
 RUN = ["stress", "--serve", "0", "--quiet", "--duration", "300", "--workload", "chat", "--rate", "12",
        "--seed", "5", "--concurrency", "1", "--components", "full,swa,mamba", "--end-hints", "0.5",
@@ -49,3 +51,23 @@ def test_a_run_can_be_looked_into(served: str, command: Command, tmp_path: Path)
     theirs = json.loads(command("explain", served, "--tokens", "7 " * 40, "--namespace", "theirs", "--json").stdout)
     assert {span["where"] for span in theirs["spans"]} == {"nowhere"}
     assert "refuses: tokens[1]=-2" in command("explain", served, "--tokens", "1,-2", status=2).stderr
+
+
+def test_a_prompt_is_found_under_its_namespace_and_under_no_other(served: str, command: Command) -> None:
+    """What the run asks for: a request is drawn while the one before is served."""
+    source, asked = StressSource("chat", seed=5, requests=None, open_conversations=4, hints=0.5, rate=12.0), []
+    for at in range(60):
+        request = source.next()
+        assert request is not None
+        asked.append(request)
+        if at:
+            source.done(asked[-2])
+
+    def places(request: RunRequest, namespace: str) -> set[str]:
+        told = command("explain", served, "--tokens", " ".join(map(str, request.prompt().tolist())), "--json",
+                       "--namespace", namespace)  # fmt: skip
+        return {span["where"] for span in json.loads(told.stdout)["spans"]}
+
+    mine = [request for request in asked if request.namespace]
+    wait_until(lambda: any(places(request, str(request.namespace)) != {"nowhere"} for request in mine))
+    assert all(places(request, "theirs") == {"nowhere"} for request in mine)

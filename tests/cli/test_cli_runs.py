@@ -7,9 +7,12 @@ import asyncio
 import gc
 import json
 import re
+import shlex
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,10 +22,13 @@ from asynccache import AsyncCache
 from asynccache.cli import session
 from asynccache.cli.options import LOOPS
 from asynccache.cli.service import Server
+from asynccache.cli.traces import BLOCK_TOKENS
 from asynccache.cli.workloads import RunRequest
 from asynccache.errors import BackendError, InvariantViolation
 from asynccache.runtime.lease import Lease
 from tests.cli.trace_kit import BY_BLOCK, REAL, SMALL, Ran, made_trace, needs_trace, write_trace
+from tests.processes import Running, run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow(0.7)
 
@@ -290,6 +296,76 @@ def test_a_run_with_faults_lets_go_of_its_store(ran: Ran) -> None:
     for _ in range(2):
         ran(f"{STRESS} --requests 20 --storage file:FOLDER/kv?capacity=64MiB --faults 0.1")
     assert threading.active_count() == threads
+
+
+# a process that was killed, bits that were flipped, a disk that is full
+
+MIB = 1 << 20
+
+
+def killed(words: str, written: int) -> None:
+    """Start a process of its own and kill it once it has written so many bytes."""
+    with Running("-m", "asynccache", *shlex.split(words), "--quiet") as command:
+        io = Path(f"/proc/{command.process.pid}/io")
+
+        def enough() -> bool:
+            assert command.process.poll() is None, f"it ended before it was killed: {command.ended()}"
+            return int(io.read_text().partition("wchar: ")[2].split()[0]) >= written
+
+        wait_until(enough, "it wrote too little", seconds=120)
+        assert command.ended(signal.SIGKILL).returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow(10)
+def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(tmp_path: Path, ran: Ran) -> None:
+    """There is room for everything in L1 and L2, so what comes from storage was stored by a process that was killed."""
+    made = made_trace(tmp_path / "trace.jsonl", 40, requests=240, growth=(2, 12), seed=11)
+    words = (f"replay {made} --components full --device-tokens all --host-tokens all --bytes-per-token 64 "
+             "--concurrency 8 --prefetch-policy wait_complete "
+             f"--storage 'file:{tmp_path}/kv?capacity=1GiB&segment=16MiB'")  # fmt: skip
+    for written in (9 * MIB, 4 * MIB, 23 * MIB):
+        killed(words, written)
+    again, last = ran(words), ran(words)
+    assert again["storage"]["scanned_groups"] > 0, "no footer can name what was written right before the kill"
+    assert again["storage"]["corrupt_pages"] == 0
+    assert last["tokens"]["hit"]["storage"] > again["tokens"]["hit"]["storage"] > 64 * BLOCK_TOKENS
+    assert again["blocks"]["hit"] > again["blocks"]["shared"]
+    assert last["blocks"]["hit"] == last["blocks"]["total"]
+
+
+def test_flipped_bits_in_a_store_are_misses_once_and_never_wrong_pages(tmp_path: Path, ran: Ran) -> None:
+    """A fetch ends before the first page that does not verify, so a path with several takes as many runs."""
+    trace, rng = made_trace(tmp_path / "trace.jsonl", 10, requests=60, growth=(2, 12), seed=11), Random(4)
+    words = f"replay {trace} {BLOCKS} --device-tokens all --host-tokens all --storage 'file:FOLDER/kv?segment=4MiB'"
+    first = ran(words)
+    for path in (path for path in (tmp_path / "kv").iterdir() if path.stat().st_size >= MIB):
+        raw = bytearray(path.read_bytes())
+        for at in range(0, min(first["stages"]["backup_storage"]["bytes"], len(raw)), 100_000):
+            raw[at + rng.randrange(min(100_000, len(raw) - at))] ^= 1 << rng.randrange(8)
+        path.write_bytes(raw)
+    found = [ran(words) for _ in range(8)]
+    corrupt = [report["storage"]["corrupt_pages"] for report in found]
+    assert corrupt[0] > 5
+    assert found[0]["tokens"]["hit"]["storage"] > 0
+    assert found[0]["blocks"]["hit"] < found[0]["blocks"]["total"]
+    assert sorted(corrupt, reverse=True) == corrupt, "what did not verify is deleted and stored anew"
+    assert corrupt[-1] == 0
+    assert found[-1]["blocks"]["hit"] == found[-1]["blocks"]["total"]
+
+
+def test_on_a_full_disk_the_cache_works_without_storing_and_counts_it(tmp_path: Path) -> None:
+    """No file of this process may grow beyond 1 MiB, which is less than a segment."""
+    limited = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
+               "from asynccache.cli.main import main; sys.exit(main(sys.argv[1:]))")  # fmt: skip
+    report = tmp_path / "report.json"
+    done = run("-c", limited, *STRESS.split(), "--requests", "60", "--quiet", "--json", report,
+               "--storage", f"file:{tmp_path}/kv?capacity=64MiB&segment=2MiB")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert (found["ok"], found["served"], found["verify"]["mismatches"]) == (True, 60, 0)
+    assert found["tokens"]["hit"]["host"] > 0
+    assert found["storage"]["refused_writes"] > found["storage"]["errors"] >= 1, "writes are given up for a while"
+    assert found["stages"]["backup_storage"]["errors"] > 0
 
 
 @pytest.mark.soak

@@ -567,7 +567,7 @@ server.stdout.readline()
 @pytest.mark.slow(4)
 def test_ctrl_c_ends_it_and_the_command_that_it_runs(tmp_path: Path) -> None:
     shell = tmp_path / "shell"
-    asked = ("-m", "asynccache", "verify-engine", *FEW, "--flush-device", f"echo $$ > {shell}; sleep 60")
+    asked = ("-m", "asynccache", "verify-engine", *FEW, "--flush-device", f"echo $$ > {shell}; sleep 600")
     with serving(parts()) as url, Running(*asked, url) as command:
         wait_until(lambda: shell.exists() and shell.read_text())
         time.sleep(2.5)  # what takes longer than two seconds says how far it is

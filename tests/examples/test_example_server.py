@@ -111,6 +111,16 @@ async def test_log_probabilities_are_the_models_own_with_and_without_a_hit(path:
             assert bare.choices[0].logprobs is None
 
 
+async def test_a_conversation_finds_its_own_answers_in_the_cache(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Tell me something long."}]
+    first = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=100)
+    said = first.choices[0].message.content
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+    second = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=8)
+    assert first.usage is not None
+    assert cached(second.usage) >= (first.usage.total_tokens - 1) // PAGE * PAGE
+
+
 async def test_a_client_that_does_not_wait_for_its_answer_ends_it(client: openai.AsyncOpenAI) -> None:
     before = await settled(client)
     with pytest.raises(openai.APITimeoutError):

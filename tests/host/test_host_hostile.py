@@ -103,6 +103,17 @@ async def test_requests_that_make_no_sense_are_refused(what: str) -> None:
             await channel.ask(lambda number: type(ODD[what])(number, *msgspec.structs.astuple(ODD[what])[1:]))
 
 
+async def test_foreign_slots_and_absurd_sizes_change_nothing() -> None:
+    keys = keys_of(6)
+    async with served() as (server, backend):
+        stored = await put_all(backend, keys)
+        with connected(server.path) as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, HELLO + b"".join(map(wire.frame, HARMLESS)))
+            await until(lambda: server.table.counts["no_room"] == 3)
+            assert same(stored, (await get_all(backend, keys))[1])
+            server.table.audit()
+
+
 async def test_noise_ends_in_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     path, random = socket_path(), Random(35)
     good = [HELLO, *map(wire.frame, [*HARMLESS, *ODD.values(), wire.RemoveAll(7), wire.Tell(8), wire.Secure(9)])]

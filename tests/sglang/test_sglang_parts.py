@@ -257,7 +257,8 @@ def test_leading_stops_at_the_first_that_is_not_there() -> None:
      RestorablePages(5, {"kv": 5, "mamba": 5}, [1, 5])),
     ([True] * 3, [PoolPresence("swa", [False, False, True], 1), PoolPresence("mamba", [False, True, False], 1)],
      RestorablePages(0, {"kv": 3, "swa": 3, "mamba": 2}, [])),
-], ids=["kv alone", "no first page", "all pages", "five and not four", "nothing in common"])  # fmt: skip
+    ([True] * 2, [PoolPresence("swa", [True] * 2, 3)], RestorablePages(2, {"kv": 2, "swa": 2}, [1, 2])),
+], ids=["kv alone", "no first page", "all pages", "five and not four", "nothing in common", "no window"])  # fmt: skip
 def test_what_is_told_of_each_pool(kv: list[bool], asked: list[PoolPresence], expected: RestorablePages) -> None:
     assert fold("kv", kv, asked) == expected
 

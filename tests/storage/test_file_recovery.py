@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.folder import Manifest, pack_manifest
-from asynccache_backends.file.segments import BLOCK_BYTES, HEAD_BYTES
+from asynccache_backends.file.segments import BLOCK_BYTES, DELETION, HEAD_BYTES
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
@@ -211,6 +211,20 @@ async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
     assert (await reopened(tmp_path / "crashed"))[0] == [Result.HIT] * 50 + [Result.MISS] + [Result.HIT] * 9
 
 
+async def test_a_deletion_speaks_of_earlier_copies_only(crashed: Path) -> None:
+    """Its block says before which place; where the block itself lies does not matter."""
+    store = await open_at(crashed)
+    await store.delete(KEYS[:2])
+    await fill(store, KEYS[:1])
+    log = file_backend(store)._log
+    (deletions,) = log.segments[1].deletions
+    places = [place for _, *place in DELETION.iter_unpack(deletions.directory)]
+    assert places == [[1, FIRST_GROUP + BLOCK_BYTES + 18 * FULL]] * 2
+    await asyncio.wait([log.begin(0, deletions.directory)])
+    await store.aclose()
+    assert (await reopened(crashed))[0] == [Result.HIT, Result.MISS] + [Result.HIT] * 58
+
+
 async def test_pages_put_after_a_restart_go_into_the_same_segment(closed: Path) -> None:
     for i in range(3):
         store = await open_at(closed)
@@ -274,7 +288,7 @@ async def test_a_damaged_manifest_is_refused_and_nothing_is_touched(closed: Path
 def test_under_a_file_size_limit_writes_fail_and_reads_go_on(tmp_path: Path) -> None:
     out, _ = filler.child(f"file:{tmp_path}/s?capacity=64MiB&segment=2MiB", 0, "limited").communicate()
     numbers = {word: int(number) for word, number in map(str.split, out.splitlines())}
-    assert numbers["read"] == filler.BATCH
+    assert (numbers["read"], numbers["right"]) == (filler.BATCH, 1), "what was not stored is not there, and all else is"
     assert numbers["failed"] > 30 * filler.BATCH
     assert numbers["errors"] >= 1
     assert numbers["refused"] > 30

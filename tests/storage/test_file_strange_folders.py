@@ -270,6 +270,7 @@ async def test_a_segment_with_the_last_of_all_numbers_is_refused_by_name(store: 
 @pytest.mark.parametrize("harm", ["unlink", "another", "all"])
 async def test_a_folder_in_use_is_refused_whatever_was_done_to_the_files_in_it(store: Path, harm: str) -> None:
     opened = await open_at(store)
+    assert f"'{store}'" in repr(opened.backend), "it says where it is"
     if harm == "all":
         for name in os.listdir(store):
             (store / name).unlink()

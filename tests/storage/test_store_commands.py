@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -134,6 +135,18 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     out, err = capsys.readouterr()
     assert complaint in err
     assert out == ""
+
+
+def test_a_store_in_use_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def meanwhile() -> int:
+        store = await open_at(folder, "capacity=64MiB")
+        try:
+            return await asyncio.to_thread(main, ["store", "verify", f"file:{folder}"])
+        finally:
+            await store.aclose()
+
+    assert asyncio.run(meanwhile()) == 2
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_list(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

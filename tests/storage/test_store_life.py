@@ -331,6 +331,19 @@ async def test_what_a_nearer_store_has_damaged_comes_from_a_farther_one(loop: Si
 
 
 @in_world
+async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop: SimulatedLoop) -> None:
+    near, middle, far = Backend("near"), Backend("middle"), Backend("far")
+    store = tiers(near, middle, far, policies=[StoreOptions("a", write=False), StoreOptions("c", promote=False)])
+    await checked(middle).put(EIGHT_KEYS[:2], payloads(EIGHT_KEYS[:2]))
+    await checked(far).put(EIGHT_KEYS[:5], payloads(EIGHT_KEYS[:5]))
+    assert await fetched(store) == [HIT] * 5 + [MISS] * 3
+    await ended(store.promotions)
+    assert has(near) == has(middle) == has(far) == [True] * 5 + [False] * 3
+    assert store.stats()["promoted_pages"] == 5 + 3
+    await store.aclose()
+
+
+@in_world
 async def test_stores_that_pages_are_written_or_promoted_to_are_flushed(loop: SimulatedLoop) -> None:
     """A power loss after ``flush`` loses no page that was promoted before it; and no store is flushed that nothing was
     written to, since a flush that it cannot make would fail."""

@@ -85,9 +85,12 @@ async def limited(store: CheckedStore) -> None:
     keys = batch_keys(0, 0)
     await fill(store, keys)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    failed = sum([(await put(store, batch_keys(0, batch))).count(Result.FAILED) for batch in range(1, 60)])
-    say("failed", failed)
+    more = [key for batch in range(1, 60) for key in batch_keys(0, batch)]
+    told = [result for at in range(0, len(more), BATCH) for result in await put(store, more[at : at + BATCH])]
+    say("failed", told.count(Result.FAILED))
     say("read", (await get(store, keys)).count(Result.HIT))
+    there = [Result.HIT if found is Result.HIT else Result.FAILED for found in await get(store, more)]
+    say("right", int(there == told))
     say("errors", int(store.stats()["errors"]))
     say("refused", int(store.stats()["refused_writes"]))
     os._exit(0)                                        # what cannot be written cannot be closed

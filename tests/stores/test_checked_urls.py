@@ -7,6 +7,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -177,6 +178,19 @@ def test_what_opening_refuses_the_check_refuses_in_the_same_words(
     assert "hunter2" not in said
     assert "=" not in url or url.partition("?")[2].partition("=")[0] in said, "what is wrong is named"
     assert os.listdir(tmp_path) == ["kv.toml"]
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("file:x?capacity=12KiB", "capacity=12288"), ("file:x?capacity=1MiB&segment=512KiB", "three segments"),
+    ("file:x?segment=5000", "segment=5000"), ("file:x?segment=8KiB", "segment=8192"),
+    ("file:x?capacity=lots", "capacity='lots'"), ("file:x?direct=perhaps", "direct='perhaps'"),
+    ("file:x?sync=yes", "'sync'"), ("file:x?mode=0788", "mode='0788': expected .* as in mode=0750"),
+    ("memory:?capacity=1024", "capacity=1024"), ("memory:?colour=red", "unknown option 'colour'"),
+    ("/var/kv", "storage="),
+])  # fmt: skip
+def test_what_is_refused_is_said_by_name_and_value(url: str, said: str) -> None:
+    (error,) = check_stores([url], LAYOUT)
+    assert re.search(said, str(error))
 
 
 @pytest.mark.parametrize("url", GOOD)

@@ -547,6 +547,16 @@ async def test_a_page_of_another_length_is_corrupt_and_the_others_are_not(backen
     assert same([stored[0], stored[2]], [records[0], records[2]])
 
 
+async def test_a_page_that_was_just_read_can_be_deleted(backend: MooncakeBackend) -> None:
+    """A read leases an object; a corrupt page must leave all the same."""
+    key = page_key("leased")
+    await put_all(backend, [key])
+    assert await backend.get([key], [blank(key)]) == [HIT]
+    assert await backend.exists([key]) == [HIT]
+    assert await backend.delete([key]) == [HIT]
+    assert await backend.exists([key]) == [MISS]
+
+
 async def test_a_list_needs_to_know_where_the_admin_server_is(mooncake_master: Any, namespace: str) -> None:
     url = mooncake_master.url.partition("?")[0]
     blind = await MooncakeBackend.open(parse_url(url, {"namespace": namespace}), LAYOUT)

@@ -216,6 +216,12 @@ def check_names(kind: str, folder: Path, request: Any) -> None:
             assert user_text not in names
 
 
+@pytest.mark.parametrize("model", ["\ud800", "a\udcffb"])
+def test_a_model_that_is_no_text_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        replace(base("memory:"), model=model)
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "a\nb", "a\r\nb", "a\0b", "*", "{a}", "a:b", "../x", "a" + "/" * 3])
 def test_names_of_pools_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
