@@ -464,7 +464,8 @@ def test_a_block_is_there_from_its_first_key_until_its_last(fleet: Fleet) -> Non
 
 
 class Lossy:
-    """A publisher whose every frame is the test's: it sends what it is told to, and answers so, too."""
+    """A publisher whose every frame is the test's: it sends what it is told to, and answers so, too. What it is asked
+    while it is ``silent`` is answered with nothing, when it is silent no more."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
@@ -481,13 +482,21 @@ class Lossy:
         self.encode = Encoder().encode
 
     def run(self) -> None:
+        late: list[bytes] = []
         while not self.closing:
+            while late and not self.silent:
+                self.say(late.pop(), [])
             if self.router.poll(10):
-                who, empty, number = self.router.recv_multipart()
+                who, _, number = self.router.recv_multipart()
                 self.asked.append(int.from_bytes(number, "big"))
-                if not self.silent:
-                    for frames in [*self.answer, [b"", (-1).to_bytes(8, "big", signed=True), b""]]:
-                        self.router.send_multipart((who, empty, *frames))
+                if self.silent:
+                    late.append(who)
+                else:
+                    self.say(who, self.answer)
+
+    def say(self, who: bytes, answer: list[list[bytes]]) -> None:
+        for frames in [*answer, [b"", (-1).to_bytes(8, "big", signed=True), b""]]:
+            self.router.send_multipart((who, b"", *frames))
 
     def batch(self, *blocks: int, medium: str = "CPU") -> bytes:
         return self.encode(EventBatch(time.time(), [BlockStored([*blocks], None, [], 0, None, medium, None)]))
@@ -525,6 +534,20 @@ def test_a_gap_is_asked_for_and_told_if_it_cannot_be_filled(fleet: Fleet) -> Non
         lossy.pub.send_multipart(lossy.frames(20, lossy.batch(6)))
         until(lambda: hits(fleet, "a", 6) == (0, 1, 0))
         assert fleet.stats()["a"][0].gaps >= 3
+
+
+def test_an_answer_that_is_older_than_a_gap_is_not_the_last_word_on_it() -> None:
+    with Fleet(patience=30.0, check=0.2, silence=1.0) as fleet, Lossy() as lossy:
+        connected(fleet, lossy)
+        lossy.pub.send_multipart(lossy.frames(0, lossy.batch(1)))
+        until(lambda: hits(fleet, "a", 1) == (0, 1, 0))
+        lossy.silent, asked = True, len(lossy.asked)
+        until(lambda: len(lossy.asked) > asked)
+        lossy.pub.send_multipart(lossy.frames(3, lossy.batch(4)))
+        until(lambda: fleet.stats()["a"][0].gaps == 1)
+        lossy.answer = [lossy.frames(1, lossy.batch(2)), lossy.frames(2, lossy.batch(3))]
+        lossy.silent = False
+        until(lambda: hits(fleet, "a", 1, 2, 3, 4) == (0, 4, 0), fleet.stats)
 
 
 def test_what_a_dead_publisher_sent_behind_a_gap_is_not_believed_of_the_next_one() -> None:

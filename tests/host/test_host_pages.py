@@ -292,6 +292,19 @@ def test_a_page_that_is_kept_outlives_newer_ones_until_its_time_has_come_and_goe
     assert names[0] not in table.index
 
 
+@pytest.mark.parametrize("seconds", [(10.0, 30.0), (30.0, 10.0)])
+def test_of_two_who_keep_a_page_the_longer_one_counts(seconds: tuple[float, float]) -> None:
+    table, writer, names, size = full()
+    assert [table.keep(names[:1], each) for each in seconds] == [[True], [True]]
+    table.now = 20.0
+    for number in range(50, 50 + 3 * len(names)):
+        stored(table, writer, number, size)
+        assert names[0] in table.index
+    table.now = 30.0
+    stored(table, writer, 200, size)
+    assert names[0] not in table.index
+
+
 @pytest.mark.parametrize("size", [UNIT, 3 * UNIT + 1])
 def test_nobody_keeps_more_than_a_share_of_the_memory_however_often_he_asks(size: int) -> None:
     table, writer = table_of(), Writer("w")

@@ -411,6 +411,24 @@ async def test_steps_by_hand_and_a_cancelled_step_loses_nothing(more: Any) -> No
         assert cache.statistics().leases == 0
 
 
+async def test_a_step_that_is_cancelled_in_the_caches_line_gives_up_its_place() -> None:
+    async with AsyncCache(config(8)) as cache:
+        scheduler = Scheduler(cache, PatternModel(cache, 8), SchedulerConfig())
+        async with cache.lease(text(7), new_tokens=PAGE):
+            request = scheduler.submit(Request(text(3, seed=1), Limits(2)))
+            step = asyncio.create_task(scheduler.step())
+            await until(lambda: cache.statistics().waiting == 1)
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+            assert cache.statistics().waiting == 0
+        assert cache.statistics().leases == 0
+        while request.finish is None:
+            await scheduler.step()
+        assert request.output == continuation(text(3, seed=1), 2)
+        await scheduler.aclose()
+
+
 async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
     async with serving(config(64)) as served:
         running, waiting = served.ask(text(3), 200), served.ask(text(3, seed=1), 200)
