@@ -16,8 +16,8 @@ from asynccache.core.plan import BackupHost, BackupStorage, Medium, Publish, Sta
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.tree import ABSENT, PRESENT, Node, Root
 from asynccache.core.world import EARLY, LATE, World
-from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full
-from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
+from tests.core.core_kit import copied, granted, insert, reach, resized, runtime, saved, take, take_beside_full, whole
+from tests.simulated.synchronous import MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 # Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
 # ahead, and what is never evicted.
@@ -206,6 +206,18 @@ def end_all(run: SynchronousRuntime, works: bool) -> None:
 def on_host_of(run: SynchronousRuntime, *texts: str) -> list[bool]:
     """Whether an event said so of each, and none took it back."""
     return [run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text))) for text in texts]
+
+
+def test_evicting_swa_drags_mamba_along() -> None:
+    run = runtime("full,swa,mamba", device=12, host=0)
+    whole(run, "abcd", "abcdefgh")
+    run.settle()
+    assert run.reach("abcdX") == (4, 4)
+    granted(run, "abcdefghX")
+    run.settle()
+    free = run.core.statistics().device[MAMBA].free
+    take_beside_full(run, swa=9)
+    assert run.core.statistics().device[MAMBA].free == free + 1
 
 
 def test_an_eviction_tells_that_pages_left_their_tier() -> None:

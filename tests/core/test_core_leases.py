@@ -450,6 +450,18 @@ def test_nothing_that_rests_on_the_state_of_a_batch_that_is_not_over_is_saved(fa
     assert ((MAMBA, run.chain(SPACE, spell("abc"))[-1]) in run.storage) is not fails
 
 
+def test_pages_of_a_failed_batch_come_back_when_it_is_over_everywhere() -> None:
+    run = runtime(device=8, host=0)
+    publish(run, "abcd").release()
+    run.tell(*computing(run))
+    assert run.reach("abcd")[1] == 0
+    assert run.lease(spell("uvwxyz")) is None, "some rank still writes to these pages"
+    run.complete(*computing(run))
+    other = granted(run, "uvwxyz")
+    other.release()
+    assert is_empty(run)
+
+
 def test_the_lease_of_a_failed_batch_is_told_even_if_the_tree_had_all_its_pages() -> None:
     """Its next commit may rest on the same batch: the last page was begun in it."""
     run = runtime()

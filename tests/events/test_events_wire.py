@@ -195,6 +195,13 @@ async def test_vllm_reads_which_adapter_a_block_is_of() -> None:
     assert len(set(first)) == 4
 
 
+def test_an_adapter_is_its_key() -> None:
+    assert ADAPTER == "sql-v2"
+    assert hash(ADAPTER) == hash("sql-v2")
+    assert Adapter("code").lora_name == "code"
+    assert repr(ADAPTER) == "Adapter('sql-v2', lora_name='sql', lora_id=7)"
+
+
 # What is announced of the changes that the core names and the stores report.
 
 

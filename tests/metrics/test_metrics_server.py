@@ -319,6 +319,7 @@ async def test_thousands_of_connections_leave_the_cache_its_sockets_and_its_time
         async with asyncio.timeout(30):  # the system may hold some that have ended, which the server has yet to accept
             while (await answer(found, get("/healthz")))[0] != 200:
                 await until(lambda: not connections(found))
+        await until(lambda: not connections(found))
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, TimeoutError])

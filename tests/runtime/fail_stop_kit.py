@@ -99,6 +99,8 @@ class Injector:
 class FailStopWorld(world.World):
     """Where nothing is raised, or nothing has changed, all goes on. If the cache is closed, that is the reason."""
 
+    goes_on = False
+
     def __init__(self, loop: SimulatedLoop, seed: int, injector: Injector) -> None:
         super().__init__(loop, world.draw_climate(seed))
         self.injector = injector
@@ -112,7 +114,7 @@ class FailStopWorld(world.World):
     async def live(self) -> None:
         if self.injector.fired:
             return
-        self.cache = self.make()
+        self.cache, self.goes_on = self.make(), False
         with self._excused(), ExitStack() as arming:
             arming.enter_context(self.injector.armed())
             async with asyncio.timeout(600), self.cache:
@@ -121,6 +123,7 @@ class FailStopWorld(world.World):
                     await self.settle()
                 arming.close()
                 if self.cache.closed is None:
+                    self.goes_on = True
                     await self._go_on()
                 else:
                     assert "Injected" in self.cache.closed
@@ -145,11 +148,12 @@ class FailStopWorld(world.World):
 
     @contextmanager
     def _excused(self) -> Iterator[None]:
-        """What was raised here may come out, and what it has closed."""
+        """What was raised here may come out, but not when all goes on; and that the cache is closed, if this is why."""
         try:
             yield
         except (Injected, AsyncCacheError) as error:
-            if not (self.injector.fired and isinstance(error, (Injected, CacheClosed))):
+            came = not self.goes_on if isinstance(error, Injected) else isinstance(error.__cause__, Injected)
+            if not (self.injector.fired and isinstance(error, (Injected, CacheClosed)) and came):
                 raise
 
 

@@ -110,6 +110,16 @@ async def test_flush_under_write_back_saves_everything() -> None:
         assert storage.stats()["pages"] == 6
 
 
+async def test_another_namespace_never_hits() -> None:
+    storage = MemoryBackend()
+    async with opened(settings(host=32), storage=storage) as cache:
+        await serve(cache, text(4))
+        await cache.flush()
+        for other in ("", "a", b"a"):
+            assert (await cache.match(text(4), other)).host == 0
+            assert (await cache.prefetch(text(4), other)).tokens == 0
+
+
 async def test_keep_pins_a_prefix_within_the_cap_until_released() -> None:
     async with opened(settings(device=16, kept_fraction=0.25)) as cache:
         await serve(cache, text(8))

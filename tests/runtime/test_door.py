@@ -607,6 +607,23 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
         assert (await cache.match(text(2))).device == 2 * PAGE
 
 
+@pytest.mark.source
+async def test_while_a_call_runs_in_slices_the_loop_turns_and_nobody_interleaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_steps(monkeypatch)
+    async with opened(settings(device=30)) as cache:
+        for seed in range(10):
+            await serve(cache, text(3, seed))
+        big = entering(cache, 30, 9999)
+        await asyncio.sleep(0)
+        assert parts(cache).driver.lock.locked()
+        assert not big.done()
+        small = entering(cache, 1, 3)
+        (await big).release()
+        (await small).release()
+
+
 async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> None:
     async with opened(settings(device=12, host=16)) as cache:
         await on_the_host(cache, text(4, seed=1))

@@ -77,6 +77,21 @@ def test_nearly_every_line_of_the_core_is_reached_by_a_world(first: dict[Point, 
     assert len(unreached) < len(first) / 25, "\n".join(map(str, sorted(unreached)))
 
 
+@pytest.mark.slow(11)
+def test_every_call_of_the_core_is_made_in_a_world(first: dict[Point, int]) -> None:
+    """What the runtime does about an exception depends on the call. Only the audit calls those whose names begin with
+    ``active``."""
+    folder = Path(core.__path__[0])
+    reached = {(Path(point.file).name, point.line) for point in first}
+    calls = [(name, node) for name in ("cache.py", "passes.py")
+             for node in ast.walk(ast.parse((folder / name).read_text("utf-8")))
+             if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "active"))]  # fmt: skip
+    assert len(calls) > 30
+    never = [f"{name}: {node.name}" for name, node in calls
+             if reached.isdisjoint((name, line) for line in range(node.lineno + 1, (node.end_lineno or 0) + 1))]
+    assert never == []
+
+
 def test_the_core_catches_nothing_so_an_exception_leaves_every_call_of_it_wherever_it_is_raised() -> None:
     """So it is enough to raise at each line once, and not in each of the calls that run it."""
     folder = Path(core.__path__[0])

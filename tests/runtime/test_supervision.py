@@ -49,6 +49,38 @@ class Boom(Exception):
     pass
 
 
+async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_hangs() -> None:
+    with pytest.raises(CacheClosed) as closed:
+        async with opened(settings(device=8, host=16), idle=False) as cache:
+            await die_under_all_who_wait(cache)
+    assert isinstance(closed.value.__cause__, Boom)
+
+
+async def die_under_all_who_wait(cache: AsyncCache) -> None:
+    await on_the_host(cache, text(4, seed=1))
+    event = gate(cache)
+    fence_all(cache, event)
+    lease = await cache.lease(text(4, seed=1, extra=1)).__aenter__()
+    other = await cache.lease(text(3, seed=3)).__aenter__()
+    waiting: list[asyncio.Task[object]] = [
+        asyncio.create_task(lease.loaded()),
+        asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__()),
+    ]
+    await until(lambda: len(parts(cache).driver.line) == 1)
+    local(cache).mover.backup = broken  # type: ignore[method-assign]
+    await other.commit(text(3, seed=3))  # its backup kills the worker
+    waiting.append(asyncio.create_task(cache.flush()))
+
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(result) for result in results] == [CacheClosed] * 3
+    assert {type(result.__cause__) for result in results if isinstance(result, CacheClosed)} == {Boom}
+    with pytest.raises(CacheClosed):
+        await cache.match(text(1))
+    lease.release()
+    other.release()
+    event.open()
+
+
 def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
     raise Boom("the worker")
 

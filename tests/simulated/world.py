@@ -41,7 +41,7 @@ from tests.simulated.backend import HONEST, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedGate
 from tests.simulated.drawn import GUEST, PAGE, Climate, draw, text
 from tests.simulated.leading import check_books, leading
-from tests.simulated.loop import Order, SimulatedLoop, simulate
+from tests.simulated.loop import Order, SimulatedLoop, Strike, simulate
 
 TRIES_OF_ROUGH_LOADS = 20  # where three of eight ranks fail half of their loads, thirty in a row may fail
 
@@ -231,11 +231,12 @@ def check_idle(core: CacheCore) -> None:
 
 class Crowd:
     """Those who use the cache of a world. ``said``: texts that were served, which others begin like; ``guest``: a store
-    that comes and goes."""
+    that comes and goes. ``cancels_guests``: the share of its changes that are cancelled, at any await."""
 
     cache: AsyncCache
     guest: Any = GUEST
     guest_options: Mapping[str, str] = {}
+    cancels_guests = 0.0
 
     def __init__(self, loop: SimulatedLoop, climate: Climate) -> None:
         self.loop = loop
@@ -305,6 +306,9 @@ class Crowd:
                 await self._unless_unavailable(cache.reset())
             case "guest":
                 if self.climate.config.pools()[0].host_pages:
+                    draws, task = self.loop.entropy(f"guest at {self.loop.time()}"), asyncio.current_task()
+                    if task is not None and draws.random() < self.cancels_guests:
+                        self.loop.cancel_at(task, draws.randint(1, 4), draws.choice(list(Strike)))
                     await self._guest(random)
 
     async def _guest(self, random: Random) -> None:
@@ -467,6 +471,8 @@ def draw_climate(seed: int) -> Climate:
 
 class World(Crowd):
     """One cache, its engine, and those who use it. ``failures``: batches that the engine could not run."""
+
+    cancels_guests = 0.4
 
     def __init__(
         self, loop: SimulatedLoop, climate: Climate, pages: dict[PageKey, tuple[bytes, bytes]] | None = None, *,
