@@ -226,6 +226,22 @@ async def test_where_nothing_tells_processes_apart_no_connection_frees_what_anot
         assert len([name for name in names if str(os.getpid()) in name]) == len(names)
 
 
+async def test_a_connection_that_ends_well_frees_nothing_that_a_lost_one_has_reserved() -> None:
+    """A thread of the process may still copy there."""
+    path = socket_path()
+    async with serving(path) as server:
+        with connected(path) as lost:
+            await reserve(lost, KEYS[0])
+            await until(lambda: server.table.reserved_bytes == 4096)
+        await until(lambda: not server._clients)
+        with connected(path) as well:
+            await reserve(well, KEYS[1])
+            await until(lambda: server.table.reserved_bytes == 2 * 4096)
+            await asyncio.get_running_loop().sock_sendall(well, wire.frame(wire.Bye()))
+        await until(lambda: not server._clients)
+        assert server.table.reserved_bytes >= 4096
+
+
 async def test_a_scribbler_over_all_of_the_memory_costs_hits_and_never_gives_a_wrong_byte() -> None:
     path, keys = socket_path(), keys_of(40)
     async with serving(path) as server, opened(path) as store:

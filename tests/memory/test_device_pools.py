@@ -194,7 +194,8 @@ def test_an_engines_own_tensors_may_have_a_page_for_padding() -> None:
     shape = (2, PAGE, HEADS, DIM)
     padded = DevicePool(spec, [torch.zeros(PAGES + 1, *shape) for _ in range(LAYERS)])
     exact = DevicePool(spec, [torch.zeros(PAGES, *shape) for _ in range(LAYERS)])
-    assert (padded.padding, exact.padding) == (PAGES, None)
+    uneven = DevicePool(spec, [torch.zeros(PAGES + (i == 0), *shape) for i in range(LAYERS)])
+    assert (padded.padding, exact.padding, uneven.padding) == (PAGES, None, None)
     assert padded.kv(0).shape[0] == PAGES + 1
     tables = [np.array([5, 2], np.int32), np.array([1], np.int32)]
     assert exact.block_table(tables, [16, 16]).pages.tolist() == [[5], [1]]
