@@ -454,6 +454,33 @@ async def test_a_server_that_accepts_and_hangs_up_is_left_alone(password: str) -
         server.close()
 
 
+async def test_a_server_that_has_come_back_is_asked_though_the_call_that_tried_it_was_cancelled() -> None:
+    """The first call after a failure is the probe of the server's breaker: others are refused meanwhile."""
+    tries = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        number = tries
+        while number > 1 and await reader.read(1 << 20):
+            if number == 2:
+                await asyncio.Event().wait()
+            writer.write(b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        server = server_of(settings)
+        with pytest.raises(Unavailable):
+            await server.ask(PING)
+        await asyncio.sleep(0.15)
+        probe = asyncio.create_task(server.ask(PING))
+        await until(lambda: tries == 2)
+        probe.cancel()
+        await asyncio.wait([probe])
+        async with asyncio.timeout(20):
+            assert await server.ask(PING) == [b"PONG"]
+        server.close()
+
+
 @pytest.mark.parametrize("waits_for", ["a greeting", "TLS", "an answer"])
 async def test_closing_ends_a_connection_that_is_being_made_and_fails_what_is_under_way(waits_for: str) -> None:
     """At once, and not when ``stall`` is over."""
