@@ -139,9 +139,8 @@ TIERS = ("new", "device", "turns", "host", "storage")
 RIGHT = dict.fromkeys(TIERS, "right")
 
 
-@pytest.mark.parametrize("family", [
-    family if family == "qwen3" else pytest.param(family, marks=pytest.mark.slow(6)) for family in FAMILIES
-])  # fmt: skip
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_right_server_passes(family: str, verify: Verify) -> None:
     status, report, printed, verdicts = verify(parts(family), *FLUSHES)
     assert (status, verdicts) == (0, RIGHT), printed
@@ -240,8 +239,9 @@ def get_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
 TO_HOST = {"new": "right", "device": "right", "turns": "right", "host": "wrong"}
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(("fault", "family", "flushes", "wanted"), [
-    pytest.param(*row, id=name, marks=() if name == "layers" else pytest.mark.slow(4)) for name, row in {
+    pytest.param(*row, id=name) for name, row in {
         "layers": (partial(load_wrongly, spoil=swap_layers), "qwen3", FLUSHES[:2], TO_HOST),
         "pages": (partial(load_wrongly, spoil=shift_pages), "qwen3", FLUSHES[:2], TO_HOST),
         "byte": (partial(load_wrongly, spoil=flip_a_byte), "qwen3", FLUSHES[:2], TO_HOST),
@@ -486,6 +486,7 @@ def test_what_is_no_such_server_is_said_in_a_sentence(answers: Mapping[str, byte
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_is_silent_or_busy_is_not_waited_for_longer_than_asked() -> None:
     with saying({}, patience=1.5) as url:
         assert "does not answer within 0.5 s" in refused(url, "--timeout", "0.5")
@@ -507,6 +508,7 @@ def test_the_key_is_sent_to_the_server_and_to_nobody_else(monkeypatch: pytest.Mo
     assert [b"hunter2" in request for request in others] == [False]
 
 
+@pytest.mark.slow
 def test_a_flood_of_any_size_begins_at_once() -> None:
     """Nothing of it is made before it is sent."""
     lines = list[str]()

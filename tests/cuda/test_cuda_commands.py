@@ -176,6 +176,7 @@ ROOT = Path(__file__).parents[2]
 IN, OUT, WITHIN = CopyDirection.IN, CopyDirection.OUT, CopyDirection.WITHIN
 
 
+@pytest.mark.slow
 @WITHOUT
 def test_without_a_gpu_the_program_ends_with_a_sentence_and_a_status() -> None:
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -444,6 +445,7 @@ def test_a_gpu_test_without_a_gpu_fails_where_the_gpu_is_required(required: str,
     assert says in ran.stdout
 
 
+@pytest.mark.slow
 def test_a_warning_of_cupys_import_does_not_make_the_gpu_tests_skip(tmp_path: Path) -> None:
     (tmp_path / "cupy").mkdir()
     (tmp_path / "cupy" / "__init__.py").write_text(

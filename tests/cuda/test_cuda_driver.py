@@ -450,6 +450,7 @@ def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
         open_device("cuda:0")
 
 
+@pytest.mark.slow
 def test_the_device_is_there_without_cupy() -> None:
     code = ("import sys, asynccache.memory.cuda.device, asynccache.memory.cuda.cupy_driver, asynccache.runtime.cache\n"
             "sys.exit('cupy' in sys.modules)")  # fmt: skip

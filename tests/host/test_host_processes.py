@@ -295,6 +295,7 @@ async def test_a_server_ends_though_a_thread_of_a_store_hangs(replaced: bool) ->
             process.kill()
 
 
+@pytest.mark.slow(5)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 async def test_another_user_is_kept_out_by_the_socket_and_if_it_is_open_by_the_server() -> None:
     path = socket_path()

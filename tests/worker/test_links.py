@@ -254,7 +254,7 @@ async def test_a_loop_that_was_busy_for_longer_than_the_time_out_blames_nobody()
 
     async with connected(timeout=0.2) as (head, worker, _):
         ears = Ear(head), Ear(worker)
-        for _ in range(6):                             # a sign of life that waits to be read may hide it once or twice
+        for _ in range(4):                             # a sign of life that waits to be read may hide it once or twice
             time.sleep(0.25)                           # noqa: ASYNC251  that is the point
             await asyncio.sleep(0.17)
             assert not any(ear.lost for ear in ears)
