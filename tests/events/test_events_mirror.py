@@ -23,6 +23,7 @@ from asynccache.events import Mirror, Notice, Opened, StorageReport
 from asynccache.events.announcer import Announcer, block_hash
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import announcer as naming
+from asynccache.runtime.core_calls import holding
 from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_url
 from asynccache.storage.checked import store_layout
 from asynccache.testing.backend_suite import keys_of, record_of
@@ -467,6 +468,24 @@ async def test_attaching_a_store_tells_its_keys_in_parts_outside_the_tree_lock(m
         assert len({turn for turn, _ in reports}) >= KEYS // 4 // 2
         assert not any(locked)
         assert not [notice for _, notice in notices if isinstance(notice, Publish)]
+    await backend.aclose()
+
+
+async def test_the_keys_of_a_store_whose_attaching_is_cancelled_are_told_to_be_gone() -> None:
+    backend, keys = MemoryBackend(), keys_of(8, "odd")
+    await backend.put(keys, [record_of(key) for key in keys])
+    told: list[Notice] = []
+    async with opened_cache(settings(host=32), on_event=told.append) as cache:
+        async with holding(parts(cache).driver.lock):
+            attaching = asyncio.create_task(cache.attach_storage(backend))
+            await until(lambda: any(isinstance(notice, StorageReport) for notice in told))
+            attaching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attaching
+        await settled(cache)
+    reports = [notice for notice in told if isinstance(notice, StorageReport)]
+    assert sum(len(report.keys) for report in reports if report.there) == len(keys)
+    assert sum(len(report.keys) for report in reports if not report.there) == len(keys)
     await backend.aclose()
 
 

@@ -6,9 +6,11 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -20,7 +22,8 @@ from asynccache.errors import BackendError
 from asynccache.events import Notice, Opened
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import head as head_module
-from asynccache.storage import CheckedStore
+from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result
+from asynccache.testing.wrapped_backend import WrappedBackend
 from asynccache.worker import local as worker_module
 from asynccache.worker.local import LATE
 from tests.runtime.runtime_kit import (
@@ -45,6 +48,7 @@ from tests.runtime.runtime_kit import (
     turns,
     until,
 )
+from tests.simulated.backend import Hostility, SimulatedBackend
 
 # Saving, forgetting and closing: what is promised about all pages at once.
 
@@ -97,6 +101,27 @@ async def test_flush_has_a_timeout_and_flushing_goes_on() -> None:
             await cache.flush(timeout=0.01)
         storage.let()
         assert await cache.flush() == (0, 0)
+
+
+@simulated
+async def test_flush_goes_on_as_long_as_each_round_saves_something() -> None:
+    """Each page is refused once more often than the one before it."""
+    class Reluctant(WrappedBackend):
+        async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+            results = [Result.FAILED] * len(keys)
+            for at, (key, record) in enumerate(zip(keys, records, strict=True)):
+                tries[key] += 1
+                if tries[key] > list(tries).index(key):
+                    [results[at]] = await super().put([key], [record])
+            return results
+
+    tries: Counter[PageKey] = Counter()
+    storage = Reluctant(SimulatedBackend(Random(1), Hostility(delay=0.0)))
+    async with cache_over(storage, settings(host=32), breaker=Breaker(threshold=1 << 30)) as cache:
+        for number in range(10):
+            await serve(cache, text(1, seed=number))
+        assert await cache.flush() == (0, 0)
+        assert tries.total() == sum(range(1, 11))
 
 
 async def test_flush_under_write_back_saves_everything() -> None:

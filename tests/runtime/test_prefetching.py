@@ -37,6 +37,7 @@ from tests.runtime.runtime_kit import (
     cache_over,
     compute,
     gate,
+    now,
     opened,
     parts,
     publish,
@@ -187,6 +188,30 @@ async def test_timeout_stops_when_its_time_is_over() -> None:
         lease = await entering
         assert lease.cached == 16
         lease.release()
+
+
+@simulated
+async def test_a_lease_that_comes_late_waits_for_what_is_left_of_its_prefetchs_time() -> None:
+    class Stays(HeldBackend):
+        async def aclose(self) -> None:
+            """The next cache finds its pages."""
+
+    storage = Stays()
+    storage.inner = SimulatedBackend(Random(1), Hostility(delay=0.0))
+    async with cache_over(storage, settings(16, 32)) as cache:
+        await serve(cache, text(6))
+        assert await cache.flush() == (0, 0)
+    storage.hold()
+    config = policy(PrefetchPolicy.TIMEOUT, prefetch_timeout_base=10.0, prefetch_timeout_per_1k=0)
+    async with cache_over(storage, config, timeout=100.0) as cache:
+        began, handle = now(), cache.prefetch(text(6))
+        await asyncio.sleep(8.0)
+        entering = asyncio.create_task(cache.lease(text(6, extra=1), prefetch=handle).__aenter__())
+        while not handle._prefetch.wish:
+            await asyncio.sleep(0.01)
+        assert 9.9 < now() - began < 10.1
+        storage.let()
+        (await entering).release()
 
 
 async def test_a_lease_that_waits_for_its_prefetch_blocks_nobody() -> None:
