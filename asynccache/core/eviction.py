@@ -18,7 +18,7 @@ from asynccache.core.tree import Node
 
 _ENDED: Final = -(1 << 60)
 _IDLE: Final = -(1 << 59)
-_SLICE: Final = 64
+_CHUNK: Final = 64
 
 
 class Recency:
@@ -128,7 +128,7 @@ class Queue:
         part = chunks[-1]
         stamps = part.stamps
         if not stamps or stamp > stamps[-1]:
-            if len(stamps) >= _SLICE:
+            if len(stamps) >= _CHUNK:
                 part = Chunk(self)
                 chunks.append(part)
             part.stamps.append(stamp)
@@ -146,10 +146,10 @@ class Queue:
         node.entry[self._place] = part
         if not at or at == len(nodes) - 1:
             self.changed = self.order.changed = True
-        if len(nodes) > 2 * _SLICE:
+        if len(nodes) > 2 * _CHUNK:
             upper = Chunk(self)
-            upper.stamps, part.stamps = stamps[_SLICE:], stamps[:_SLICE]
-            upper.nodes, part.nodes = nodes[_SLICE:], nodes[:_SLICE]
+            upper.stamps, part.stamps = stamps[_CHUNK:], stamps[:_CHUNK]
+            upper.nodes, part.nodes = nodes[_CHUNK:], nodes[:_CHUNK]
             chunks.insert(chunks.index(part) + 1, upper)
             for moved in upper.nodes:
                 moved.entry[self._place] = upper

@@ -30,6 +30,15 @@ def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
     assert reach(run, "abcd", "wxyz") == [4, 0]
 
 
+def test_of_halves_that_are_equally_cold_the_deeper_one_goes_first() -> None:
+    """A window is of no use without either of them."""
+    run = runtime("full,swa", device=32, host=0, window=64)
+    whole(run, "abcdefgh")
+    run.insert("abcdefX")
+    order = run.core.world.shelves[SWA].orders[LATE]
+    assert [node.end for chunk in order.rest[0].chunks for node in chunk.nodes] == [8, 6, 7]
+
+
 def test_nothing_is_evicted_in_vain() -> None:
     run = runtime(device=12, host=0)
     granted(run, "abcdefgh")

@@ -100,6 +100,21 @@ def test_every_fragment_is_published_root_first_and_stored(
         assert all(stored(run, splitter))
 
 
+def test_what_was_doomed_with_the_backup_above_it_is_copied_again_before_it_is_evicted() -> None:
+    run = runtime(device=8, host=64)
+    run.insert("abcd")
+    above = run.in_flight(BackupHost)
+    run.insert("abcdefgh")
+    below = [op for op in run.in_flight(BackupHost) if op not in above]
+    run.fail(*above)
+    run.complete(*below)
+    assert run.lease(b"", new=4 * run.page) is None
+    run.settle()
+    assert run.lease(b"", new=4 * run.page) is not None
+    assert run.core.statistics().lost_pages == 0
+    assert run.reach("abcdefgh") == (4, 8)
+
+
 @pytest.mark.parametrize("components", COMPONENTS)
 def test_a_failed_copy_of_a_split_node_publishes_nothing_and_is_made_again(components: str) -> None:
     run = runtime(components, window=32)

@@ -176,7 +176,7 @@ def grained(steps: int) -> Iterator[None]:
     usual = CacheConfig.core
     with (
         patch.object(CacheConfig, "core", small),
-        patch.object(eviction, "_SLICE", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
+        patch.object(eviction, "_CHUNK", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
         patch.object(policies, "_COHORTS", 2), patch.object(policies, "_MOST_GHOSTS", 4),
         patch.object(policies, "_PRIOR_BLOCKS", 0.01), patch.object(policies, "_MOST_PAGES", 24),
         patch.object(policies, "_FEWEST", 4), patch.object(policies, "_ALARM", 4.0),

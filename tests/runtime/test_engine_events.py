@@ -145,7 +145,7 @@ async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_dev
             assert all(holds(cache, "full", slot, page) for slot, page in zip(read, hashes, strict=True))
 
 
-@pytest.mark.parametrize("how", ["adopt", "adopt later", "commit", "release"])
+@pytest.mark.parametrize("how", ["adopt", "adopt later", "adopt what is computed later", "commit", "release"])
 async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
     async with opened(settings(device=12)) as cache:
         tokens, work = text(4), gate(cache)
@@ -153,7 +153,8 @@ async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) 
             compute(cache, one, tokens)
             compute(cache, two, tokens)
             first = await one.commit(tokens)
-            assert (await two.commit(tokens)).tolist() == first.tolist()
+            computed = work if how == "adopt what is computed later" else None
+            assert (await two.commit(tokens, after=computed)).tolist() == first.tolist()
             await turns()
             assert free(cache) == 4
             if how == "commit":
@@ -162,7 +163,7 @@ async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) 
                 two.release()
             else:
                 two.adopt(after=work if how == "adopt later" else None)
-            if how == "adopt later":
+            if how.endswith("later"):
                 await turns()
                 assert free(cache) == 4
                 work.open()

@@ -207,7 +207,7 @@ async def test_a_lease_that_comes_late_waits_for_what_is_left_of_its_prefetchs_t
         began, handle = now(), cache.prefetch(text(6))
         await asyncio.sleep(8.0)
         entering = asyncio.create_task(cache.lease(text(6, extra=1), prefetch=handle).__aenter__())
-        while not handle._prefetch.wish:
+        while not handle._prefetch.wish:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert 9.9 < now() - began < 10.1
         storage.let()
