@@ -59,8 +59,8 @@ class Effective(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What was read from all sources. ``config`` is None if there are ``problems``, sentences that each name a setting,
-    its value and where it came from."""
+    """The settings that all sources give together. ``config`` is None if there are ``problems``, sentences that each
+    name a setting, its value and where it came from."""
 
     config: CacheConfig | None
     values: tuple[Effective, ...]

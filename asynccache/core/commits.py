@@ -28,7 +28,7 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
-    """What a commit did."""
+    """The result of a commit."""
 
     plan: Plan
     length: int

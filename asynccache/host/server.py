@@ -61,8 +61,8 @@ class Peer:
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """What a server leaves to the next, beside descriptors of the memory, the listening socket and each process in
-    ``held``. An entry of ``held`` is a name and what ``PageTable.held_by`` returns for it."""
+    """The state that a server leaves to the next, beside descriptors of the memory, the listening socket and each
+    process in ``held``. An entry of ``held`` is a name and what ``PageTable.held_by`` returns for it."""
 
     boot: bytes
     layout: MemoryLayout

@@ -106,7 +106,7 @@ class PrefetchResult(NamedTuple):
 
 
 class Wish(IntEnum):
-    """What the holder of a prefetch wants of its fetch. A wish only ever rises."""
+    """The wish of a prefetch's holder for its fetch. A wish only ever rises."""
 
     RUN = 0
     STOP = 1

@@ -201,8 +201,8 @@ class Sanitizer:
         self._compare(asks, pages, seen, core)
 
     async def arrived(self, core: CoreLease, space: bytes, key: bytes, *, first: bool, waited: bool) -> None:
-        """As ``entered``, when all loads of the lease have arrived. ``first``: nobody has waited for any of them
-        before, so that the engine has not gone on from a state yet; ``waited``: they had not arrived when this was
+        """Check a lease, as ``entered`` does, when all its loads have arrived. ``first``: nobody has waited for any of
+        them before, so that the engine has not gone on from a state yet; ``waited``: they had not arrived when this was
         asked for, so that the lease's own pages must be as it got them. Raises as ``entered``."""
         if first and waited and core.length == core.cached:
             own = {kind: slots for kind, slots in self._own(core).items() if kind != ComponentKind.MAMBA and slots}

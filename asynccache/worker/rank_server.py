@@ -651,8 +651,8 @@ class RankServer:
             raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """As for ``LocalWorker``, once the load has begun. Raises ``RankFailure``: the worker is closed, or the group
-        has failed, and nobody knows what has arrived."""
+        """Wait for a layer, as ``LocalWorker.layer``, once the load has begun. Raises ``RankFailure``: the worker
+        is closed, or the group has failed, and nobody knows what has arrived."""
         self.batches.check()
         while op in self._held:
             await self._begun.wait()

@@ -281,26 +281,17 @@ def test_of_a_conversation_that_has_ended_the_deepest_page_goes_first_of_all() -
         assert [name for name in names if name not in table.index] == gone
 
 
-def test_a_page_that_is_kept_outlives_newer_ones_until_its_time_has_come_and_goes_at_once_then() -> None:
+@pytest.mark.parametrize("seconds", [[10.0], [10.0, 30.0], [30.0, 10.0]])
+def test_a_page_that_is_kept_outlives_newer_ones_until_its_last_time_has_come_and_goes_at_once_then(
+    seconds: list[float],
+) -> None:
     table, writer, names, size = full()
-    assert table.keep(names[:1], 10.0) == [True]
+    assert [table.keep(names[:1], each) for each in seconds] == [[True]] * len(seconds)
+    table.now = max(seconds) - 1.0
     for number in range(50, 50 + 3 * len(names)):
         stored(table, writer, number, size)
         assert names[0] in table.index
-    table.now = 10.0
-    stored(table, writer, 200, size)
-    assert names[0] not in table.index
-
-
-@pytest.mark.parametrize("seconds", [(10.0, 30.0), (30.0, 10.0)])
-def test_of_two_who_keep_a_page_the_longer_one_counts(seconds: tuple[float, float]) -> None:
-    table, writer, names, size = full()
-    assert [table.keep(names[:1], each) for each in seconds] == [[True], [True]]
-    table.now = 20.0
-    for number in range(50, 50 + 3 * len(names)):
-        stored(table, writer, number, size)
-        assert names[0] in table.index
-    table.now = 30.0
+    table.now = max(seconds)
     stored(table, writer, 200, size)
     assert names[0] not in table.index
 
